@@ -1,0 +1,67 @@
+# Targets for users and maintainers of the tour. `make` prints them.
+#
+# PYTHON chooses the interpreter that .venv is made with, for instance
+# `make test PYTHON=python3.12`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+UV := $(shell command -v uv 2>/dev/null)
+
+# A .venv of another Python is neither used nor replaced without being told.
+version = $(shell $(1) -c 'import sys; print(*sys.version_info[:2], sep=".")')
+ifneq ($(filter command environment,$(origin PYTHON)),)
+ifneq ($(wildcard $(STAMP)),)
+ifneq ($(MAKECMDGOALS),clean)
+ifneq ($(call version,$(PYTHON)),$(call version,$(BIN)/python))
+$(error .venv has Python $(call version,$(BIN)/python): `make clean` first)
+endif
+endif
+endif
+endif
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help tour test lint lock clean
+
+help:  ## Print the targets.
+	@sed -n 's/^\([a-z]*\):.*##/\1:/p' $(MAKEFILE_LIST) | \
+	  awk -F': *' '{ printf "make %-8s %s\n", $$1, $$2 }'
+
+tour: $(STAMP)  ## Run the tour.
+	@$(BIN)/python kauldron_tour.py
+
+test: $(STAMP)  ## Run the tests.
+	@$(BIN)/python -m pytest tests
+
+lint: $(STAMP)  ## Check style, types of the plumbing, and spelling.
+	@$(BIN)/ruff check .
+	@$(BIN)/codespell kauldron_tour.py README.md Makefile tests
+
+lock:  ## Compile requirements.txt again (needs uv).
+	@command -v uv >/dev/null || { echo "make: lock needs uv." >&2; exit 2; }
+	uv pip compile --quiet --universal --upgrade --no-emit-index-url \
+	  --custom-compile-command "make lock" --output-file requirements.txt \
+	  kauldron_tour.py tests/requirements.in
+
+clean:  ## Remove what make and the tests have made.
+	rm -rf $(VENV) .pytest_cache .ruff_cache __pycache__ tests/__pycache__
+
+# Installs only when requirements.txt is newer than the last installation.
+$(STAMP): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	  2>/dev/null || \
+	  { echo "make: $(PYTHON) is not Python 3.11, 3.12 or 3.13:" \
+	    "choose another with PYTHON=." >&2; exit 2; }
+ifdef UV
+	uv venv --quiet --allow-existing \
+	  --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV)
+	VIRTUAL_ENV=$(VENV) uv pip install --compile-bytecode -r requirements.txt
+else
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "make: $(PYTHON) lacks the venv module: install it" \
+	    "(python3-venv on Debian) or uv." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+endif
+	@touch $@

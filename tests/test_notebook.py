@@ -1,0 +1,36 @@
+"""The tour in a real IPython kernel."""
+
+import pathlib
+
+import kauldron_tour
+import nbclient
+import nbformat
+
+SOURCE = pathlib.Path(kauldron_tour.__file__).read_text()
+
+
+def _run(*cells, cwd):
+  """Executes the cells in a new kernel; returns the text of each and errors."""
+  notebook = nbformat.v4.new_notebook(
+      cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+  client = nbclient.NotebookClient(
+      notebook, timeout=600, allow_errors=True,
+      resources={"metadata": {"path": str(cwd)}})
+  client.execute()
+  texts, errors = [], []
+  for cell in notebook.cells:
+    outputs = cell.outputs
+    texts.append("".join(out.get("text", "") for out in outputs))
+    errors += [out for out in outputs
+               if out.output_type == "error" or out.get("name") == "stderr"]
+  return texts, errors
+
+
+def test_pasted_whole(tmp_path):
+  after = "print(list(RESULTS) == SECTIONS, key_paths())"
+  (pasted, called), errors = _run(SOURCE, after, cwd=tmp_path)
+  count = len(kauldron_tour.SECTIONS)
+  assert errors == []
+  assert f"{count} PASS, 0 SKIP, 0 FAIL of {count} sections" in pasted
+  assert "True {'paths'" in called
+  assert list(tmp_path.iterdir()) == []

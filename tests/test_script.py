@@ -1,0 +1,137 @@
+"""The tour as a command: options, exit statuses, and what it leaves behind."""
+
+import ast
+import pathlib
+import re
+
+import kauldron_tour
+import pytest
+
+SCRIPT = pathlib.Path(kauldron_tour.__file__)
+
+
+def _is_refused(process, *words):
+  """Checks for exit status 2 and one sentence, with nothing left behind."""
+  assert process.returncode == 2, process
+  assert process.stdout == ""
+  assert process.stderr.count("\n") == 1, process.stderr
+  assert re.match(r"kauldron_tour: .+\.$", process.stderr), process.stderr
+  for word in words:
+    assert word in process.stderr
+  assert process.left_behind == []
+
+
+def test_whole_tour(script):
+  process = script("--strict")
+  assert process.stderr == ""
+  assert process.returncode == 0, process.stdout
+  last = len(kauldron_tour.SECTIONS)
+  assert f"{last} PASS, 0 SKIP, 0 FAIL of {last} sections" in process.stdout
+  assert max(map(len, process.stdout.splitlines())) <= 80
+  assert process.left_behind == []
+
+
+def test_part_one_is_on_screen_before_tensorflow(script):
+  process = script("--only", "1", "real_trainer")
+  before, _, after = process.stdout.partition("importing kauldron.train")
+  assert "PASS" in before
+  assert "PASS" in after
+
+
+@pytest.mark.parametrize("name", ["0", "1", "2", "3", "4", "5"])
+def test_part_one_does_not_import_tensorflow(script, name, tmp_path):
+  probe = tmp_path / "sitecustomize.py"
+  probe.write_text("import atexit, sys\natexit.register("
+                   "lambda: print('tensorflow' in sys.modules))\n")
+  process = script("--only", name, PYTHONPATH=str(tmp_path))
+  assert process.returncode == 0, process
+  assert process.stdout.endswith("\nFalse\n")
+
+
+def test_list(script):
+  process = script("--list")
+  assert process.returncode == 0, process
+  names = [line.split()[1] for line in process.stdout.splitlines()]
+  assert names == kauldron_tour.SECTIONS
+
+
+def test_only_and_skip_by_name_and_number(script):
+  process = script("--only", "0", "key_paths", "4", "--skip", "shape_checker")
+  assert process.returncode == 0, process
+  ran = re.findall(r"^\[(\d+)/", process.stdout, re.MULTILINE)
+  assert ran == ["00", "03"]
+
+
+@pytest.mark.parametrize("arguments, word", [
+    (["--only", "no_such_section"], "'no_such_section'"),
+    (["--only", "99"], "'99'"),
+    (["--skip", "no_such_section"], "'no_such_section'"),
+    (["--only", "0", "--skip", "where_we_are"], "no section"),
+    (["--no-such-option"], "--no-such-option"),
+    (["--only"], "--only"),
+    (["--only", "0", "--workdir", str(SCRIPT / "below_a_file")], "--workdir"),
+])
+def test_wrong_usage(script, arguments, word):
+  _is_refused(script(*arguments), word)
+
+
+def test_optimized_python(script):
+  _is_refused(script("--list", python=["-O"]), "-O")
+
+
+def test_kauldron_is_missing(script):
+  _is_refused(script(python=["-S"]), "pip install -r requirements.txt")
+
+
+def test_an_old_python_is_told_which_will_do(script, tmp_path):
+  ast.parse(SCRIPT.read_text(), feature_version=(3, 8))  # It gets that far.
+  old = tmp_path / "sitecustomize.py"
+  old.write_text("import sys\nsys.version_info = (3, 10, 13)\n")
+  _is_refused(script(PYTHONPATH=str(tmp_path)), "3.11 to 3.13")
+
+
+def test_a_failing_section_ends_with_1_and_the_others_run(script, tmp_path):
+  broken = tmp_path / "renamed.py"
+  broken.write_text(SCRIPT.read_text().replace(
+      "cfg[1].momentum = 0.8", "cfg[1].momentum = 0.7"))
+  process = script("--only", "1", "2", path=broken)
+  assert process.returncode == 1, process
+  assert process.stderr == ""
+  assert "1 PASS, 0 SKIP, 1 FAIL of 2 sections" in process.stdout
+  assert 'three_updates(rebuilt) == expected' in process.stdout
+  assert "--only config_tree" in process.stdout
+
+
+@pytest.mark.parametrize("strict, status", [([], 0), (["--strict"], 1)])
+def test_a_skip_fails_only_when_strict(script, tmp_path, strict, status):
+  skipping = tmp_path / "kauldron_tour.py"
+  skipping.write_text(SCRIPT.read_text().replace(
+      "  packages = ", '  raise unittest.SkipTest("no reason")\n  packages = '))
+  process = script("--only", "0", *strict, path=skipping)
+  assert process.returncode == status, process
+  assert "0 PASS, 1 SKIP, 0 FAIL of 1 sections" in process.stdout
+  assert "SKIP where_we_are: no reason" in process.stdout
+
+
+def test_interrupt_ends_with_130_and_the_summary(script, tmp_path):
+  interrupted = tmp_path / "kauldron_tour.py"
+  interrupted.write_text(SCRIPT.read_text().replace(
+      '  show("cfg", cfg)\n', "  os.kill(os.getpid(), 2)\n  time.sleep(9)\n"))
+  process = script("--only", "0", "1", "2", path=interrupted)
+  assert process.returncode == 130, process
+  assert process.stderr == ""
+  assert "1 PASS, 0 SKIP, 1 FAIL of 3 sections" in process.stdout
+  assert "FAIL config_tree: interrupted" in process.stdout
+  assert "[02/" not in process.stdout
+
+
+def test_workdir_keeps_runs_and_pictures(script, tmp_path):
+  foreign = tmp_path / "out" / "sweep_base" / "foreign"
+  foreign.parent.mkdir(parents=True)
+  foreign.write_text("mine")
+  process = script("--only", "sweep", "--workdir", "out")
+  assert process.returncode == 0, process
+  assert (tmp_path / "out" / "sweep.png").read_bytes().startswith(b"\x89PNG")
+  assert (tmp_path / "out" / "sweep_base_2" / "config.json").exists()
+  assert list(foreign.parent.iterdir()) == [foreign]
+  assert process.left_behind == []
