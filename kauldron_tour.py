@@ -211,6 +211,10 @@ from kauldron import kontext
 import numpy as np
 import optax
 
+try:
+  jax.devices()
+except (RuntimeError, AssertionError):
+  stop(f"JAX finds no device for JAX_PLATFORMS={jax.config.jax_platforms}.")
 PATCHES = {}  # What was mended -> the fault that made it necessary.
 
 
@@ -248,7 +252,7 @@ def where_we_are():
     show(f"patched {module}", fault)
   for module in (jax, flax, optax, np):  # What is imported is what is listed.
     assert module.__version__ == versions[module.__name__], module.__file__
-  spec = enp.ArraySpec.from_array(jnp.zeros((2, 3)))
+  spec = enp.ArraySpec.from_array(jnp.zeros((2, 3), jnp.float32))
   assert (spec.shape, spec.dtype) == ((2, 3), np.float32), spec
   return dict(backend=jax.default_backend(), devices=jax.device_count(),
               patches=", ".join(PATCHES) or "none")
@@ -430,29 +434,28 @@ def shape_checker():
   """An axis name stands for one size throughout a call, results included.
 
   `*b` is any number of leading axes. Broadcasting makes it worth while: the
-  wrong call below runs without the checker, and gives nonsense.
+  wrong call below runs without the checker, and returns nonsense.
   """
 
-  @kt.typechecked
   def centered(
       x: kt.Float["*b n"], mean: kt.Float["*b 1"], transpose: bool = False
   ) -> kt.Float["*b n"]:
     return (x - mean).T if transpose else x - mean
 
-  x = jnp.ones((5, 5))
-  right = centered(x, x[:, :1]).shape, centered(x[0], x[0, :1]).shape
+  checked = kt.typechecked(centered)  # Or `@kt.typechecked` above the `def`.
+  x, rows = np.ones((5, 5)), np.ones((3, 5))
+  right = checked(x, x[:, :1]).shape, checked(x[0], x[0, :1]).shape
   assert right == ((5, 5), (5,)), right  # First calls that must pass.
-  assert centered.__wrapped__(x, x[0]).shape == (5, 5), "it does not broadcast"
+  assert centered(x, x[0]).shape == (5, 5), "it does not broadcast"
 
-  error = raises(kt.KTypeCheckError, centered, x, x[0])
+  error = raises(kt.KTypeCheckError, checked, x, x[0])
   report = [line for line in str(error).splitlines() if line]
   show("the report", "\n".join(line for line in report if "Origin" not in line))
   assert "argument mean" in report[0] and "'*b 1'" in report[0], report
   assert report[-1] == " - {b: 5, n: 5}", report  # What was bound so far.
-  wide = x[:3]
-  result = raises(kt.KTypeCheckError, centered, wide, wide[:, :1], True)
+  result = raises(kt.KTypeCheckError, checked, rows, rows[:, :1], True)
   assert first_line(result).startswith("return value"), result
-  dtype = raises(kt.KTypeCheckError, centered, x.astype(int), x[:, :1])
+  dtype = raises(kt.KTypeCheckError, checked, x.astype(int), x[:, :1])
   assert "dtype 'int" in first_line(dtype), dtype
   return dict(argument=report[0], result=first_line(result))
 
@@ -819,7 +822,8 @@ def inner_layer():
 
   trainer = konfig.resolve(cfg)  # Again, up to the last step.
   *batches, last = itertools.islice(trainer.train_ds, NUM_STEPS + 1)
-  dense = loop(trainer, trainer.init_state(), batches).params["encoder"]
+  state = loop(trainer, trainer.init_state(), batches)
+  dense = jax.device_get(state.params["encoder"])
   image = last["image"].reshape(BATCH_SIZE, -1)
   output = image @ dense["kernel"] + dense["bias"]
   by_hand = np.linalg.norm(output, axis=-1).mean()
