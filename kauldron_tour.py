@@ -3,13 +3,9 @@
 # requires-python = ">=3.11,<3.14"
 # dependencies = [
 #   "kauldron>=1.4.2",
-#   # kauldron 1.4.3 and later need tensorflow-cpu: no wheel for these machines.
-#   "kauldron<1.4.3; platform_machine in 'arm64 aarch64'",
-#   "jax",
-#   "flax",
-#   "optax",
-#   "etils",
-#   "numpy",
+#   "kauldron<1.4.3; platform_machine == 'arm64'",  # No tensorflow-cpu there.
+#   "kauldron<1.4.3; platform_machine == 'aarch64'",
+#   "jax", "flax", "optax", "etils", "numpy",
 #   # Bounds what Kauldron pulls in, or pip backtracks for a quarter of an hour.
 #   "google-cloud-bigquery>=3.20",
 # ]
@@ -34,23 +30,25 @@ import atexit
 import builtins
 import contextlib
 import dataclasses
-import fractions
 import functools
-import importlib
 import importlib.metadata
 import importlib.util
+import inspect
+import io
 import itertools
 import json
+import linecache
 import os
 import pathlib
-import platform
+import re
 import shutil
 import sys
 import tempfile
 import textwrap
 import time
 import traceback
-import unittest
+import unittest.mock
+import warnings
 
 # %% Plumbing (skip on a first read)
 # Short names used throughout: cfg (config), ds (dataset), preds (what a model
@@ -59,6 +57,8 @@ import unittest
 SECTIONS = """
 where_we_are config_tree config_references key_paths shape_checker
 loss_and_metric real_trainer readable_loop inner_layer sweep resumed_run
+evaluators rebuilt_run partial_training event_files sharding config_file
+random_streams data_pipeline type_checkers
 """.split()
 SEED, NUM_CLASSES, WIDTH, BATCH_SIZE = 0, 4, 32, 64
 NUM_STEPS, LOG_EVERY, LEARNING_RATE, PEAK = 100, 10, 0.005, 0.1
@@ -69,45 +69,8 @@ wrap = functools.partial(
     textwrap.fill, subsequent_indent="    ", break_on_hyphens=False)
 
 
-def stop(sentence):
-  """Ends a run that cannot start: one sentence, exit status 2."""
-  if IN_NOTEBOOK:
-    raise RuntimeError(sentence)
-  print(f"kauldron_tour: {sentence}", file=sys.stderr)
-  sys.exit(2)
-
-
-def parse_options(argv):
-  """Returns the options; `sections` names the sections that are to run."""
-  parser = argparse.ArgumentParser("kauldron_tour.py", epilog="Exit status: 0"
-      " passed, 1 a section failed, 2 wrong usage or environment, 130 Ctrl-C.")
-  parser.error = lambda message: stop(f"{message}; --help explains.")
-  add = parser.add_argument
-  add("--list", action="store_true", help="list the sections and exit")
-  add("--only", nargs="+", metavar="NAME", default=SECTIONS,
-      help="run these sections, by name or number")
-  add("--skip", nargs="+", metavar="NAME", default=[],
-      help="leave these sections out")
-  add("--strict", action="store_true", help="a SKIP counts as a failure")
-  add("--workdir", metavar="DIR", help="keep runs and pictures below DIR")
-  add("--no-patch", action="store_true", help="apply no compatibility patch")
-  options = parser.parse_args(argv)
-  numbered = {str(number): name for number, name in enumerate(SECTIONS)}
-  only, skip = ({numbered.get(text, text) for text in texts}
-                for texts in (options.only, options.skip))
-  for unknown in (only | skip) - set(SECTIONS):
-    stop(f"there is no section {unknown!r}; --list shows them all.")
-  options.sections = [name for name in SECTIONS if name in only - skip]
-  if not options.sections:
-    stop("--only and --skip leave no section to run.")
-  return options
-
-
 def section(title, imports=None):
-  """Registers a section; the main program runs it where it stands.
-
-  `imports` is a slow module to import first, outside the section's seconds.
-  """
+  """Registers a section; the main program runs it here, after its `imports`."""
 
   def register(function):
     function.title, function.imports = title, imports
@@ -125,7 +88,8 @@ def run_section(function):
   name, claim = function.__name__, function.__doc__.splitlines()[0]
   print(f"\n[{SECTIONS.index(name):02}/{len(SECTIONS) - 1:02}] "
         f"{function.title}\n  {claim}", flush=True)
-  status, reason, facts, start = "PASS", "", {}, time.perf_counter()
+  status, reason, facts, where = "PASS", "", {}, {}
+  start = time.perf_counter()
   try:
     if function.imports:
       import_quietly(function.imports)
@@ -136,26 +100,32 @@ def run_section(function):
   except KeyboardInterrupt:
     status, reason = "FAIL", INTERRUPT
   except Exception as error:  # Whatever it is, the other sections still run.
-    status, reason = "FAIL", f"{type(error).__name__}: {error}".split("\n")[0]
-    print_traceback(error)
+    status, reason = "FAIL", f"{type(error).__name__}: {error}"
+    where = print_traceback(error)
   seconds = time.perf_counter() - start
   RESULTS[name] = {"title": function.title, "status": status, "facts": facts,
-                   "seconds": seconds, "reason": reason}
+                   "seconds": seconds, "reason": reason, **where}
   short = (f"{key}: {textwrap.shorten(str(value), 44, placeholder='...')}"
            for key, value in facts.items())
   if facts:
     print(wrap("  facts: " + ", ".join(short), 78))
+  reason = reason.partition("\n")[0]
   print(f"  {status} {seconds:.1f}s {reason}".rstrip(), flush=True)
 
 
 def print_traceback(error):
-  """Prints the tour's own frames of a traceback, and the last one of all."""
+  """Prints the tour's frames and the last one; returns where that was."""
   trace = error.__traceback__.tb_next  # Without `run_section`.
-  ours = [f.f_globals is globals() for f, _ in traceback.walk_tb(trace)]
+  ours = [frame.f_globals is globals() for frame, _ in traceback.walk_tb(trace)]
   *lines, last = traceback.extract_tb(trace)
-  lines = [*itertools.compress(lines, ours), last]
-  text = traceback.format_list(lines) + traceback.format_exception_only(error)
+  own = list(itertools.compress([*lines, last], ours))
+  text = traceback.format_list(own if last in own else [*own, last])
+  text += traceback.format_exception_only(error)
   print(textwrap.indent("".join(text), "  "), end="")
+  _, _, module = last.filename.rpartition("site-packages" + os.sep)
+  package = module.split(os.sep)[0].removesuffix(".py")
+  return {"frame": f"{own[-1].name}: {own[-1].line}",
+          "library": f"{package}, {last.name}"}
 
 
 def show(label, value):
@@ -167,16 +137,52 @@ def show(label, value):
   print(f"  {label} => {text}")
 
 
+# %% 0. Where we are
+def stop(sentence):
+  """Ends a run that cannot start: one sentence, exit status 2."""
+  if IN_NOTEBOOK:
+    raise RuntimeError(sentence)
+  print(f"kauldron_tour: {sentence}", file=sys.stderr)
+  sys.exit(2)
+
+
+def parse_options(argv):
+  """Returns the options; `sections` names the sections that are to run."""
+  parser = argparse.ArgumentParser("kauldron_tour.py", epilog="Exit status: 0"
+      " passed, 1 a section failed, 2 wrong usage or environment,"
+      " 3 passed but not as in the baseline, 130 Ctrl-C.")
+  parser.error = lambda message: stop(f"{message}; --help explains.")
+  add = parser.add_argument
+  add("--list", action="store_true", help="list the sections and exit")
+  add("--only", nargs="+", metavar="NAME", default=SECTIONS,
+      help="run these sections, by name or number")
+  add("--skip", nargs="+", metavar="NAME", default=[],
+      help="leave these sections out")
+  add("--strict", action="store_true", help="a SKIP counts as a failure")
+  add("--workdir", metavar="DIR", help="keep runs and pictures below DIR")
+  add("--report", metavar="FILE", help="write a report as JSON; - is stdout")
+  add("--baseline", metavar="FILE", help="compare with an earlier report")
+  add("--no-patch", action="store_true", help="apply no compatibility patch")
+  options = parser.parse_args(argv)
+  numbered = {str(number): name for number, name in enumerate(SECTIONS)}
+  only, skip = ({numbered.get(text, text) for text in texts}
+                for texts in (options.only, options.skip))
+  for unknown in (only | skip) - set(SECTIONS):
+    stop(f"there is no section {unknown!r}; --list shows them all.")
+  options.sections = [name for name in SECTIONS if name in only - skip]
+  if not options.sections:
+    stop("--only and --skip leave no section to run.")
+  return options
+
+
 # A script owns its arguments. Those of a notebook's kernel are not for us.
 IS_SCRIPT = os.path.realpath(sys.argv[0]) == os.path.realpath(
     stop.__code__.co_filename)
 OPTIONS = parse_options(sys.argv[1:] if IS_SCRIPT else [])
 RUNS = __name__ == "__main__" and not OPTIONS.list  # An import only defines.
-
-
-# %% 0. Where we are
+SCHEMA, TOLERANCE = 1, 1e-3  # Of reports; relative, between floats of two.
 if sys.version_info < (3, 11):
-  stop(f"Python {platform.python_version()} is too old: use 3.11 to 3.13.")
+  stop(f"Python {sys.version.split()[0]} is too old: use 3.11 to 3.13.")
 if not __debug__:
   stop("python -O strips the assertions this tour is made of: leave out -O.")
 if importlib.util.find_spec("kauldron") is None:
@@ -188,6 +194,15 @@ if OPTIONS.workdir:
     tempfile.TemporaryFile(dir=OPTIONS.workdir).close()
   except OSError as error:
     stop(f"cannot write to --workdir {OPTIONS.workdir}: {error.strerror}.")
+if OPTIONS.baseline:
+  try:
+    report = json.loads(pathlib.Path(OPTIONS.baseline).read_text())
+    assert report["schema"] == SCHEMA, f"its schema is not {SCHEMA}"
+  except (OSError, ValueError, TypeError, KeyError, AssertionError) as error:
+    stop(f"cannot read --baseline {OPTIONS.baseline}: {error!r}.")
+  OPTIONS.baseline = report
+if not os.path.isdir(os.path.dirname(os.path.abspath(OPTIONS.report or "-"))):
+  stop(f"cannot write --report {OPTIONS.report}: there is no such directory.")
 if RUNS:
   print(f"A tour of Kauldron: {len(OPTIONS.sections)} sections.", flush=True)
 
@@ -211,19 +226,21 @@ from kauldron import kontext
 import numpy as np
 import optax
 
+# Section 15 needs two devices: virtual ones, unless the caller has a say in it.
+if (RUNS and jax.config.jax_num_cpu_devices < 0
+    and "device_count" not in os.environ.get("XLA_FLAGS", "")):
+  with contextlib.suppress(RuntimeError):  # A notebook's JAX may be running.
+    jax.config.update("jax_num_cpu_devices", 2)
 try:
   jax.devices()
 except (RuntimeError, AssertionError):
   stop(f"JAX finds no device for JAX_PLATFORMS={jax.config.jax_platforms}.")
+
 PATCHES = {}  # What was mended -> the fault that made it necessary.
 
 
 def patch_etils():
-  """Lets etils <= 1.14.0 inspect a dtype under jax >= 0.10.2.
-
-  To recognise random keys it reads `jax._src.prng`, which is gone. JAX has a
-  public answer to the same question.
-  """
+  """Lets etils <= 1.14.0, which reads a lost module of JAX, inspect dtypes."""
   try:
     enp.ArraySpec(shape=(), dtype=np.float32)
   except AttributeError as error:
@@ -240,12 +257,11 @@ if not OPTIONS.no_patch:
 def where_we_are():
   """What follows is proved for these versions, on these devices.
 
-  A patch is applied only where the fault it mends shows up when tried, and is
-  named here with that fault. Without one, nothing was touched.
+  A patch is applied only where a fault shows up when tried, and is named here.
   """
   packages = "kauldron jax flax optax etils orbax-checkpoint numpy".split()
   versions = {name: importlib.metadata.version(name) for name in packages}
-  show("python", platform.python_version())
+  show("python", sys.version.split()[0])
   show("packages", ", ".join(f"{k} {v}" for k, v in versions.items()))
   show("jax.devices()", jax.devices())
   for module, fault in PATCHES.items():
@@ -261,21 +277,12 @@ def where_we_are():
 # %% Part I: the three mechanisms
 # konfig, kontext and ktyping cost what JAX costs. TensorFlow comes in Part II.
 
-
 # %% 1. A config is a call tree, and a call tree is a dict
 with konfig.imports():  # Import lines only: `import` itself is replaced here.
-  import fractions as lazy_fractions
   from kauldron import kd as lazy_kd
-  import optax as lazy_optax
   import kauldron_tour as lazy_tour
-
-
-def sgd_by_hand(momentum):
-  """Returns the optimizer that the config below describes."""
-  return optax.chain(
-      optax.clip_by_global_norm(1.0),
-      optax.sgd(learning_rate=0.5, momentum=momentum),
-  )
+  import optax as lazy_optax
+  import pathlib as lazy_pathlib
 
 
 def three_updates(optimizer):
@@ -304,33 +311,23 @@ def config_tree():
   )
   show("cfg", cfg)
   show("cfg[1]", (type(cfg[1]).__name__, cfg[1].__qualname__))
-  cfg[1].momentum = 0.8  # Nothing is built yet, so everything can change.
+  before = konfig.resolve(cfg)
+  cfg[1].momentum = 0.8  # Still a dict, so everything in it can change.
   text = cfg.to_json()
   show("cfg.to_json()", textwrap.fill(text, 72))
   rebuilt = konfig.resolve(json.loads(text))
 
-  expected = three_updates(sgd_by_hand(momentum=0.8))
-  assert three_updates(rebuilt) == expected, three_updates(rebuilt)
-  assert three_updates(sgd_by_hand(momentum=0.9)) != expected, expected
-  assert type(rebuilt) is optax.GradientTransformationExtraArgs, type(rebuilt)
-  third = lazy_fractions.Fraction(1, 3)  # Any callable of any package will do.
-  assert konfig.resolve(third) == fractions.Fraction(1, 3), third
+  by_hand = optax.chain(optax.clip_by_global_norm(1.0),
+                        optax.sgd(learning_rate=0.5, momentum=0.8))
+  updates = [three_updates(x) for x in (rebuilt, by_hand, before)]
+  assert updates[0] == updates[1] != updates[2], updates
+  assert type(rebuilt) is type(by_hand), type(rebuilt)
+  path = lazy_pathlib.PurePath("a", "b")  # Any callable of any package will do.
+  assert konfig.resolve(path) == pathlib.PurePath("a", "b"), path
   return dict(cfg=repr(cfg), json=text)
 
 
 # %% 2. Change one number, and everything downstream follows
-def learning_rates(cfg):
-  """Prints and returns both schedules at 10 %, 50 % and 90 % of training."""
-  steps = [cfg.num_train_steps * percent // 100 for percent in (10, 50, 90)]
-  rates = {}
-  for name in ("follows", "frozen"):
-    schedule = konfig.resolve(cfg[name])
-    rates[name] = [float(schedule(step)) for step in steps]
-    show(f"{cfg.num_train_steps:4} steps, {name}",
-         " ".join(f"{rate:.3f}" for rate in rates[name]))
-  return rates
-
-
 @section("Change one number, and everything downstream follows")
 def config_references():
   """`cfg.ref.x` stays tied to x, `cfg.x` copies the value it has now.
@@ -338,27 +335,32 @@ def config_references():
   A reference survives arithmetic and is read when the config is resolved. JSON
   stores values only: what is read back no longer follows.
   """
+
   def schedule(steps):
     return lazy_optax.warmup_cosine_decay_schedule(
         0.0, PEAK, warmup_steps=steps // 10, decay_steps=steps)
 
-  cfg = konfig.ConfigDict({"num_train_steps": 1000})
+  cfg, rates = konfig.ConfigDict({"num_train_steps": 1000}), {}
   cfg.follows = schedule(cfg.ref.num_train_steps)
   cfg.frozen = schedule(cfg.num_train_steps)
-  long = learning_rates(cfg)
-  cfg.num_train_steps = 200
-  short = learning_rates(cfg)
-  read_back = konfig.ConfigDict(json.loads(cfg.to_json()))
-  read_back.num_train_steps = 1000
+  for num_steps in (1000, 200):
+    cfg.num_train_steps = num_steps
+    for name in ("follows", "frozen"):
+      rate = konfig.resolve(cfg[name])
+      steps = [num_steps * percent // 100 for percent in (10, 50, 90)]
+      rates[name, num_steps] = np.array([float(rate(step)) for step in steps])
+      show(f"{name} at 10, 50, 90 % of {num_steps:4} steps",
+           rates[name, num_steps].round(3).tolist())
 
   # After the warm-up, half a cosine: 4/9 of it is over at 50 % of training.
-  expected = [PEAK * (1 + np.cos(np.pi * x)) / 2 for x in (0, 4 / 9, 8 / 9)]
-  for rates in (long["follows"], long["frozen"], short["follows"]):
-    assert np.allclose(rates, expected), (rates, expected)
-  assert np.allclose(short["frozen"][0], PEAK * 20 / 100), short["frozen"]
-  assert read_back.follows.decay_steps == 200, read_back.follows
-  return dict(warmup_steps=cfg.follows.warmup_steps,
-              frozen_at_10_percent=short["frozen"][0])
+  expected = PEAK * (1 + np.cos(np.pi * np.array([0, 4 / 9, 8 / 9]))) / 2
+  for key in (("follows", 1000), ("frozen", 1000), ("follows", 200)):
+    assert np.allclose(rates[key], expected), (key, rates[key])
+  assert np.isclose(rates["frozen", 200][0], PEAK * 20 / 100), rates
+  read_back = konfig.ConfigDict(json.loads(cfg.to_json()))
+  read_back.num_train_steps = 1000
+  assert read_back.follows.decay_steps == 200, read_back
+  return dict(warmup_steps=cfg.follows.warmup_steps)
 
 
 # %% 3. Parts are wired by string key paths
@@ -370,7 +372,6 @@ class CrossEntropy:
   labels: kontext.Key = "batch.label"
 
   def __call__(self, context):
-    """Returns the mean over the batch, a scalar in nats."""
     arrays = kontext.resolve_from_keyed_obj(context, self)
     return optax.softmax_cross_entropy_with_integer_labels(**arrays).mean()
 
@@ -463,11 +464,10 @@ def shape_checker():
 # %% 5. A loss and a metric are states that merge
 @dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
 class FocalLoss(kd.losses.Loss):
-  """Cross-entropy that weighs an example less the better it is predicted.
+  """-(1 - p)^gamma log p in nats, p being the right class's probability.
 
-  With p the probability given to the right class, -(1 - p)^gamma log p in
-  nats; gamma = 0 is cross-entropy. From Lin et al., "Focal loss for dense
-  object detection", 2017. The base class adds `mask`, `weight` and the mean.
+  From Lin et al., "Focal loss for dense object detection", 2017; gamma = 0 is
+  cross-entropy. The base class adds `mask`, `weight` and the mean.
   """
 
   logits: kontext.Key = kontext.REQUIRED
@@ -475,9 +475,8 @@ class FocalLoss(kd.losses.Loss):
   gamma: float = 1.0
 
   @kt.typechecked
-  def get_values(
-      self, logits: kt.Float["*b n"], labels: kt.Int["*b 1"]
-  ) -> kt.Float["*b 1"]:
+  def get_values(self, logits: kt.Float["*b n"],
+                 labels: kt.Int["*b 1"]) -> kt.Float["*b 1"]:
     log_probs = jax.nn.log_softmax(logits)
     log_p = jnp.take_along_axis(log_probs, labels, axis=-1)
     return -((1 - jnp.exp(log_p)) ** self.gamma) * log_p
@@ -485,10 +484,7 @@ class FocalLoss(kd.losses.Loss):
 
 @dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
 class BalancedAccuracy(kd.metrics.Metric):
-  """Mean over the classes of the fraction that was recognised, in [0, 1].
-
-  No mean of batch means gives it, so the state carries the counts.
-  """
+  """Mean recall of the classes, in [0, 1]: no mean of batch means gives it."""
 
   logits: kontext.Key = kontext.REQUIRED
   labels: kontext.Key = kontext.REQUIRED
@@ -504,12 +500,8 @@ class BalancedAccuracy(kd.metrics.Metric):
       return jnp.mean(self.hits[occurs] / self.seen[occurs])
 
   @kt.typechecked
-  def get_state(
-      self,
-      logits: kt.Float["*b n"],
-      labels: kt.Int["*b 1"],
-      mask: kt.Float["*b 1"] | None = None,
-  ) -> State:
+  def get_state(self, logits: kt.Float["*b n"], labels: kt.Int["*b 1"],
+                mask: kt.Float["*b 1"] | None = None) -> State:
     weights = jnp.ones(labels.shape) if mask is None else mask
     seen = weights * jax.nn.one_hot(labels[..., 0], logits.shape[-1])
     hit = logits.argmax(-1, keepdims=True) == labels
@@ -524,20 +516,11 @@ def focal_loss_in_numpy(logits, labels, mask, gamma=1.0):
   return (mask * -((1 - p) ** gamma) * np.log(p)).sum() / mask.sum()
 
 
-def balanced_accuracy_in_numpy(logits, labels, mask):
+def recall_in_numpy(logits, labels, mask):
   """Returns the mean recall over the classes, from the same arrays."""
-  recalls = []
-  for label in range(logits.shape[-1]):
-    kept = (labels[:, 0] == label) & (mask[:, 0] > 0)
-    recalls.append((logits[kept].argmax(-1) == label).mean())
-  return np.mean(recalls)
-
-
-def from_context(part, logits, labels, mask, rows):
-  """Returns the state of a loss or metric for these rows of a batch."""
-  batch = {"label": labels[rows], "mask": mask[rows]}
-  context = {"step": 0, "preds": logits[rows], "batch": batch}
-  return part.get_state_from_context(context)
+  kept = mask[:, 0] > 0
+  right, label = logits[kept].argmax(-1) == labels[kept, 0], labels[kept, 0]
+  return np.mean([right[label == x].mean() for x in np.unique(label)])
 
 
 @section("A loss and a metric are states that merge")
@@ -550,27 +533,29 @@ def loss_and_metric():
   rng = np.random.default_rng(SEED)
   logits = rng.normal(size=(30, 3)).astype(np.float32)
   labels = rng.integers(3, size=(30, 1)).astype(np.int32)
-  masks = {None: np.ones((30, 1)), "batch.mask": rng.integers(2, size=(30, 1))}
-  for key, mask in masks.items():
+  some = rng.integers(2, size=(30, 1)).astype(np.float32)
+
+  def context(rows, mask):
+    batch = {"label": labels[rows], "mask": mask[rows]}
+    return {"step": 0, "preds": logits[rows], "batch": batch}
+
+  for key, mask in ((None, np.ones_like(some)), ("batch.mask", some)):
     keys = dict(logits="preds", labels="batch.label", mask=key)
-    for part, in_numpy in (
-        (FocalLoss(**keys), focal_loss_in_numpy),
-        (BalancedAccuracy(**keys), balanced_accuracy_in_numpy),
-    ):
-      arrays = logits, labels, mask.astype(np.float32)
-      whole, first, rest = [
-          from_context(part, *arrays, rows)
-          for rows in (slice(30), slice(10), slice(10, 30))]
-      value = float(first.merge(rest).compute())
-      show(f"{type(part).__name__}, mask={key}", value)
+    for part, in_numpy in ((FocalLoss(**keys), focal_loss_in_numpy),
+                           (BalancedAccuracy(**keys), recall_in_numpy)):
+      whole, first, rest = (
+          part.get_state_from_context(context(rows, mask))
+          for rows in (slice(30), slice(10), slice(10, 30)))
+      value = first.merge(rest).compute()
+      by_hand = in_numpy(logits, labels, mask)
+      show(f"{type(part).__name__}, mask={key}", float(value))
+      assert np.isclose(value, by_hand), (value, by_hand)
       assert np.isclose(value, whole.compute()), (value, whole.compute())
-      assert np.isclose(value, in_numpy(*arrays)), (value, in_numpy(*arrays))
       mean = (first.compute() + rest.compute()) / 2
       assert not np.isclose(value, mean), "a mean of batch values would do"
 
   loss = FocalLoss(logits="preds", labels="batch.label")
   error = raises(kt.KTypeCheckError, loss.get_values, logits, labels[:, 0])
-  show("labels of shape (30,)", first_line(error))
   assert "labels" in first_line(error) and "(30,)" in first_line(error), error
   return dict(refused=first_line(error))
 
@@ -578,47 +563,41 @@ def loss_and_metric():
 # %% Part II: a real Trainer
 # The first use of `kd.train` imports TensorFlow, for its summary writer: 5 to
 # 15 seconds, once, and more than all the rest of this tour's imports.
+TRAIN = "kauldron.train"
+
+
 def import_quietly(module):
   """Imports a module, keeping from stderr what TensorFlow says on the way."""
   if module in sys.modules:
     return
   print(f"  importing {module}", end=" ", flush=True)
   start, stderr = time.perf_counter(), os.dup(2)
-  with tempfile.TemporaryFile("w+") as said:
+  with tempfile.TemporaryFile("w") as said, contextlib.redirect_stderr(said):
     os.dup2(said.fileno(), 2)  # For what does not go through `sys.stderr`.
     try:
-      with contextlib.redirect_stderr(said):
-        importlib.import_module(module)
-    except BaseException:
-      said.seek(0)
-      print(said.read())
-      raise
+      importlib.import_module(module)
     finally:
       os.dup2(stderr, 2)
       os.close(stderr)
   print(f"took {time.perf_counter() - start:.1f}s")
   if not jax.config.jax_compilation_cache_dir:  # The runs share programs.
-    jax.config.update("jax_compilation_cache_dir", temporary_dir())
+    jax.config.update("jax_compilation_cache_dir", temporary_dir("cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
-def temporary_dir():
-  """Returns the path of a new directory that is removed at exit."""
-  path = tempfile.mkdtemp(prefix="kauldron_tour_")
+@functools.cache
+def temporary_dir(purpose):
+  """Returns the path of a directory that is removed at exit."""
+  path = tempfile.mkdtemp(prefix=f"kauldron_tour_{purpose}_")
   atexit.register(shutil.rmtree, path, ignore_errors=True)
   return path
-
-
-@functools.cache
-def work_root():
-  """Returns the absolute path below which all runs write."""
-  return OPTIONS.workdir or pathlib.Path(temporary_dir())
 
 
 def run_dir(name):
   """Returns the path of a new work directory: name, or name_2, name_3, ..."""
   for number in itertools.count(1):
-    path = work_root() / (name if number == 1 else f"{name}_{number}")
+    path = pathlib.Path(OPTIONS.workdir or temporary_dir("runs"),
+                        name if number == 1 else f"{name}_{number}")
     with contextlib.suppress(FileExistsError):
       path.mkdir()
       return str(path)
@@ -627,14 +606,10 @@ def run_dir(name):
 # %% The task of Part II: which way do the stripes run?
 @functools.cache
 def stripes(num_images, seed):
-  """Returns noisy images of stripes in four directions, and the directions.
+  """Returns noisy images of stripes whose phase says nothing of the direction.
 
-  The phase is random, so that no single pixel and no linear model tells the
-  direction.
-
-  Returns:
-    A dict of `image`, float32 (num_images, 8, 8, 1) in [-1, 1], and `label`,
-    int32 (num_images, 1): the direction in units of 45 degrees.
+  `image` is float32 (num_images, 8, 8, 1) in [-1, 1]; `label`, the direction
+  in units of 45 degrees, is int32 (num_images, 1).
   """
   rng = np.random.default_rng(seed)
   label = rng.integers(NUM_CLASSES, size=(num_images, 1))
@@ -646,14 +621,8 @@ def stripes(num_images, seed):
   return {"image": image.astype(np.float32), "label": label.astype(np.int32)}
 
 
-def train_images():
-  """Returns the 1024 images to train on."""
-  return stripes(1024, seed=SEED)
-
-
-def held_out_images():
-  """Returns 256 other images."""
-  return stripes(256, seed=SEED + 1)
+train_images = functools.partial(stripes, 1024, seed=SEED)
+held_out_images = functools.partial(stripes, 256, seed=SEED + 1)
 
 
 class MLP(nn.Module):
@@ -687,24 +656,23 @@ def get_config():
   return cfg
 
 
-def held_out_scores(params, gamma=1.0):
-  """Returns focal loss (nats) and accuracy of an MLP on held-out images."""
+def held_out_scores(params):
+  """Returns focal loss (nats) and balanced accuracy on held-out images."""
   data = held_out_images()
   width = params["encoder"]["kernel"].shape[-1]
   logits = MLP(width=width).apply({"params": params}, data["image"])["logits"]
-  loss = focal_loss_in_numpy(logits, data["label"], np.ones((256, 1)), gamma)
-  return float(loss), float((logits.argmax(-1) == data["label"][:, 0]).mean())
+  arrays = np.asarray(logits), data["label"], np.ones((len(logits), 1))
+  return float(focal_loss_in_numpy(*arrays)), float(recall_in_numpy(*arrays))
 
 
-# %% 6. A Trainer joins model, data, losses, metrics and optimizer
+# %% 6. A Trainer joins model, data, losses and optimizer
 def restored(cfg, step=-1):
   """Returns the state that a run saved at a step, by default at its last."""
   trainer = konfig.resolve(cfg)  # A trainer that has trained cannot restore.
   return trainer.checkpointer.restore(trainer.init_state(), step=step)
 
 
-@section("A Trainer joins model, data, losses, metrics and optimizer",
-         imports="kauldron.train")
+@section("A Trainer joins model, data, losses and optimizer", TRAIN)
 def real_trainer():
   """A resolved config trains, and takes one step more than it says.
 
@@ -717,7 +685,7 @@ def real_trainer():
       save_interval_steps=NUM_STEPS // 2)
   trainer = konfig.resolve(cfg)
   loss_before, _ = held_out_scores(trainer.init_state().params)
-  state, aux = trainer.train()
+  state, _ = trainer.train()
 
   steps = int(state.step), int(state.opt_state[0].count)
   saved = list(trainer.checkpointer.all_steps)
@@ -728,7 +696,6 @@ def real_trainer():
   assert restored(cfg).step == NUM_STEPS, restored(cfg).step
 
   loss, accuracy = held_out_scores(state.params)
-  show("aux.compute().loss_values", aux.compute().loss_values)
   show("held-out loss", f"{loss_before:.3f} before, {loss:.3f} after")
   show("held-out accuracy", f"{accuracy:.3f}")
   assert loss < loss_before / 10, (loss_before, loss)
@@ -747,6 +714,7 @@ def distance(tree, other):
 def loop(trainer, state, batches):
   """Returns the state after a step on each batch; the one passed is used up."""
   for batch in batches:
+    batch = kd.sharding.device_put(batch, trainer.sharding.batch)
     state, _ = trainer.trainstep.step(state, batch)
   return state
 
@@ -766,8 +734,7 @@ def plain_step(optimizer, params, opt_state, batch):
   return optax.apply_updates(params, updates), opt_state, loss
 
 
-@section("The training loop is one you could write yourself",
-         imports="kauldron.train")
+@section("The training loop is one you could write yourself", TRAIN)
 def readable_loop():
   """`train()`, a loop over `trainstep.step` and plain JAX end up the same.
 
@@ -800,8 +767,28 @@ def readable_loop():
 
 
 # %% 8. An inner layer is watched through a key path
-@section("An inner layer is watched without touching the model",
-         imports="kauldron.train")
+def resolved(cfg):
+  """Returns the Trainer of a config that is not to write anything."""
+  cfg.workdir = "unused"
+  return konfig.resolve(cfg)
+
+
+def state_after(num_steps, cfg):
+  """Returns the state after so many training steps, taken one by one."""
+  trainer = resolved(cfg)
+  batches = itertools.islice(trainer.train_ds, num_steps)
+  return loop(trainer, trainer.init_state(), batches)
+
+
+def short_run(name, **fields):
+  """Trains for steps 0 to LOG_EVERY; returns work directory, state and aux."""
+  cfg = get_config()
+  cfg.update(fields)
+  cfg.num_train_steps, cfg.workdir = LOG_EVERY, run_dir(name)
+  return cfg.workdir, *konfig.resolve(cfg).train()
+
+
+@section("An inner layer is watched without touching the model", TRAIN)
 def inner_layer():
   """What a layer returns is in the context, at `interms.<layer>.__call__[0]`.
 
@@ -809,34 +796,27 @@ def inner_layer():
   of the step's parameters before its update.
   """
   layer = "interms.encoder.__call__[0]"
-  cfg = get_config()
-  cfg.train_metrics.norm = lazy_kd.metrics.Norm(tensor=layer)
-  cfg.train_summaries = {
-      "encoder": lazy_kd.summaries.HistogramSummary(tensor=layer)}
-  cfg.workdir = run_dir("inner_layer")
-  assert cfg.model == get_config().model, cfg.model
-  _, aux = konfig.resolve(cfg).train()
+  norm = lazy_kd.metrics.Norm(tensor=layer)
+  summary = lazy_kd.summaries.HistogramSummary(tensor=layer)
+  _, _, aux = short_run("inner_layer", train_metrics={"norm": norm},
+                        train_summaries={"encoder": summary})
   norm = float(aux.compute().metric_values["metrics/norm"])
   histogram = aux.compute().summary_values["summaries/encoder"]
   show("norm, histogram", (norm, histogram.tensor.shape, histogram.num_buckets))
 
-  trainer = konfig.resolve(cfg)  # Again, up to the last step.
-  *batches, last = itertools.islice(trainer.train_ds, NUM_STEPS + 1)
-  state = loop(trainer, trainer.init_state(), batches)
-  dense = jax.device_get(state.params["encoder"])
-  image = last["image"].reshape(BATCH_SIZE, -1)
-  output = image @ dense["kernel"] + dense["bias"]
+  dense = state_after(LOG_EVERY, get_config()).params["encoder"]
+  *_, batch = itertools.islice(resolved(get_config()).train_ds, LOG_EVERY + 1)
+  image = batch["image"].reshape(BATCH_SIZE, -1)
+  output = image @ np.array(dense["kernel"]) + np.array(dense["bias"])
   by_hand = np.linalg.norm(output, axis=-1).mean()
   assert np.isclose(norm, by_hand, rtol=1e-4), (norm, by_hand)
   assert np.allclose(histogram.tensor, output.ravel(), atol=1e-4), output
-  layers = kontext.flatten_with_path(trainer.context_specs.interms)
-  return dict(norm=norm, buckets=histogram.num_buckets, layers=" ".join(layers))
+  return dict(norm=norm, buckets=histogram.num_buckets)
 
 
 # %% 9. A sweep changes one line at a time
 VARIANTS = {  # Name -> the path that it changes in the config, and to what.
-    "base": {},
-    "again": {},
+    "base": {}, "again": {},
     "slow": {"optimizer.learning_rate": LEARNING_RATE / 5},
     "rmsprop": {"optimizer.__qualname__": "optax:rmsprop"},
     "narrow": {"model.width": WIDTH // 4},
@@ -845,19 +825,13 @@ VARIANTS = {  # Name -> the path that it changes in the config, and to what.
 }
 
 
-def flat_config(cfg):
-  """Returns the config as a flat dict of key paths and values."""
-  return kontext.flatten_with_path(cfg)
-
-
-def read_scalars(workdir, tag):
+def read_events(workdir, tag, collection="train"):
   """Returns the steps and the values that a run wrote under a tag."""
   from tensorboard.backend.event_processing import event_accumulator
   from tensorboard.util import tensor_util
-
-  events = event_accumulator.EventAccumulator(os.path.join(workdir, "train"))
-  tensors = events.Reload().Tensors(tag)
-  values = [float(tensor_util.make_ndarray(t.tensor_proto)) for t in tensors]
+  path = os.path.join(workdir, collection)
+  tensors = event_accumulator.EventAccumulator(path).Reload().Tensors(tag)
+  values = [tensor_util.make_ndarray(t.tensor_proto).tolist() for t in tensors]
   return [t.step for t in tensors], values
 
 
@@ -872,7 +846,6 @@ def plot_curves(name, steps, curves):
   if not (IN_NOTEBOOK or OPTIONS.workdir):
     return
   from matplotlib import figure
-
   picture = figure.Figure(figsize=(7, 4), layout="constrained")
   axes = picture.subplots()
   axes.set(xlabel="step", ylabel="training loss (nats)", yscale="log")
@@ -883,28 +856,27 @@ def plot_curves(name, steps, curves):
     from IPython.display import display
     display(picture)
   else:
-    picture.savefig(work_root() / f"{name}.png")
+    picture.savefig(OPTIONS.workdir / f"{name}.png")
 
 
-@section("A sweep changes one line of the config at a time",
-         imports="kauldron.train")
+@section("A sweep changes one line of the config at a time", TRAIN)
 def sweep():
   """Every variant differs from the base in one path, and so in what it learns.
 
   A config is flat data once flattened, which shows what a variant changes
   before it costs anything. The base runs twice: no difference is by chance.
   """
-  base, curves, facts = flat_config(get_config()), {}, {}
+  base, curves, facts = kontext.flatten_with_path(get_config()), {}, {}
   print(f"  {'variant':9} {'changed line':37} accuracy  loss over time")
   for name, change in VARIANTS.items():
     cfg = get_config()
     for path, value in change.items():
       kontext.set_by_path(cfg, path, value)
-    changed = set(flat_config(cfg).items()) ^ set(base.items())
+    changed = set(kontext.flatten_with_path(cfg).items()) ^ set(base.items())
     assert {path for path, _ in changed} == set(change), changed
     cfg.workdir = run_dir(f"sweep_{name}")
     state, _ = konfig.resolve(cfg).train()
-    steps, curves[name] = read_scalars(cfg.workdir, "losses/total")
+    steps, curves[name] = read_events(cfg.workdir, "losses/total")
     _, facts[name] = held_out_scores(state.params)
     line = ", ".join(f"{path}={value}" for path, value in change.items())
     curve = sparkline(curves[name], curves["base"][0])
@@ -937,7 +909,6 @@ def train_twice(cfg, name):
   cfg.checkpointer = lazy_kd.ckpts.Checkpointer(save_interval_steps=half)
   cfg.workdir = run_dir(f"{name}_whole")
   whole, _ = konfig.resolve(cfg).train()
-
   cfg.workdir = run_dir(f"{name}_resumed")
   cfg.stop_after_steps = half + 1  # With a checkpoint before the last of them.
   konfig.resolve(cfg).train()
@@ -946,8 +917,7 @@ def train_twice(cfg, name):
   return whole, resumed
 
 
-@section("A run resumes where it stopped, if its data can",
-         imports="kauldron.train")
+@section("A run resumes where it stopped, if its data can", TRAIN)
 def resumed_run():
   """A checkpoint restores bit for bit; whether the batches go on is the data's.
 
@@ -966,7 +936,6 @@ def resumed_run():
     whole, resumed = train_twice(cfg, name)
     facts[name] = distance(resumed, whole)
     show(f"{name}: distance to the run in one go", facts[name])
-
     # The same by hand, from the checkpoint on and with the batches expected.
     trainer, halfway = konfig.resolve(cfg), restored(cfg, step=half)
     batches = itertools.islice(
@@ -975,6 +944,400 @@ def resumed_run():
     assert distance(resumed, replayed) == 0, distance(resumed, replayed)
   assert facts["pygrain"] == 0 < facts["in_memory"], facts
   return facts
+
+
+# %% Part III: what a real project needs next
+
+# %% 11. Held-out data is scored along the way
+@section("Held-out data is scored along the way", TRAIN)
+def evaluators():
+  """Every n steps an evaluator scores the state of that moment on its data.
+
+  It uses the losses and metrics of training if given none, and writes them
+  under its own name. Data that ends (`num_epochs`) is read to its end.
+  """
+  ds = lazy_kd.data.InMemoryPipeline(
+      loader=lazy_tour.held_out_images, batch_size=BATCH_SIZE, num_epochs=1)
+  workdir, *_ = short_run("evaluators", evals={"held_out": (
+      lazy_kd.evals.Evaluator(run=lazy_kd.evals.EveryNSteps(5), ds=ds))})
+  steps, losses = read_events(workdir, "losses/total", "held_out")
+  _, accuracies = read_events(workdir, "metrics/accuracy", "held_out")
+  written = np.stack([losses, accuracies], axis=-1)
+  for step, scores in zip(steps, written, strict=True):
+    show(f"loss and accuracy at step {step}", scores.round(3).tolist())
+  by_hand = [held_out_scores(state_after(step, get_config()).params)
+             for step in (0, 5, 10)]
+  assert steps == [0, 5, 10], steps
+  assert np.allclose(written, by_hand, rtol=1e-5), (written, by_hand)
+  return dict(steps=str(steps), loss=losses[-1], accuracy=accuracies[-1])
+
+
+# %% 12. A work directory gives back its run
+@section("A work directory gives back its run", TRAIN)
+def rebuilt_run():
+  """`config.json` gives the Trainer, and a checkpoint beside it the state.
+
+  `train()` writes both. The last checkpoint is older than the last step, which
+  is therefore taken again, to end with the same predictions.
+  """
+  checkpointer = lazy_kd.ckpts.Checkpointer(save_interval_steps=LOG_EVERY)
+  workdir, trained, _ = short_run("rebuilt_run", checkpointer=checkpointer)
+  workdir = pathlib.Path(shutil.move(workdir, run_dir("moved")))
+  cfg = konfig.ConfigDict(json.loads((workdir / "config.json").read_text()))
+  cfg.workdir = str(workdir)
+  trainer, state = konfig.resolve(cfg), restored(cfg)
+  step = int(state.step)
+  last_batch = itertools.islice(trainer.train_ds, step, step + 1)
+  state = loop(trainer, state, last_batch)
+  image = held_out_images()["image"]
+  preds = trainer.model.apply({"params": state.params}, image)
+  expected = MLP().apply({"params": trained.params}, image)
+  found = step, distance(preds, expected), distance(state, trained)
+  show("step restored; distance of preds, of states", found)
+  assert found == (LOG_EVERY, 0, 0), found
+  return dict(step=step, files=" ".join(sorted(os.listdir(workdir))))
+
+
+# %% 13. Trained weights are loaded, part is frozen
+@section("Trained weights are loaded, part is frozen", TRAIN)
+def partial_training():
+  """Frozen parameters keep every bit that was loaded, and the others move.
+
+  `init_transform` replaces the initial parameters; `partial_updates` leaves
+  alone what its mask does not select. `PartialKauldronLoader`, for parts of
+  another model, needs an orbax module that may not be there: it is just tried.
+  """
+  checkpointer = lazy_kd.ckpts.Checkpointer(save_interval_steps=LOG_EVERY)
+  workdir, *_ = short_run("pretrained", checkpointer=checkpointer)
+  source = state_after(LOG_EVERY, get_config()).params
+  cfg = get_config()
+  cfg.init_transform = lazy_kd.ckpts.SimpleCheckpointLoader(workdir=workdir)
+  cfg.optimizer = lazy_kd.optim.partial_updates(
+      lazy_optax.adam(LEARNING_RATE), mask=lazy_kd.optim.select("head"))
+  with warnings.catch_warnings(action="ignore"):  # orbax: no sharding is given.
+    loaded, tuned = (state_after(n, cfg).params for n in (0, LOG_EVERY))
+  assert distance(source, loaded) == 0, distance(source, loaded)
+  moves = kontext.flatten_with_path(jax.tree.map(distance, source, tuned))
+  for path, moved in moves.items():
+    show(f"{path} moved by", f"{moved:.3f}")
+    assert (moved > LEARNING_RATE) if "head" in path else moved == 0, path
+  cfg.init_transform = lazy_kd.ckpts.PartialKauldronLoader(workdir=workdir)
+  try:
+    outcome = f"distance {distance(source, state_after(0, cfg).params)}"
+  except Exception as error:  # Not a claim of this tour, but worth knowing.
+    outcome = first_line(error)
+  show("PartialKauldronLoader", outcome)
+  return dict(partial_loader=outcome)
+
+
+# %% 14. What a run wrote can be read back
+@section("What a run wrote can be read back", TRAIN)
+def event_files():
+  """Event files hold the scalars, images and texts that TensorBoard shows.
+
+  What a summary computes decides: floats (n, h, w, c) are written as images, a
+  string as text. Every run writes its config and a table of its parameters.
+  """
+  from matplotlib import image
+  summary = lazy_kd.summaries.ShowImages(
+      images="batch.image", in_vrange=(-1.0, 1.0), num_images=2)
+  workdir, state, aux = short_run("event_files", train_summaries={"x": summary})
+  computed = aux.compute()
+  for tag, value in (computed.loss_values | computed.metric_values).items():
+    steps, values = read_events(workdir, tag)
+    show(tag, f"{values[-1]:.3f} at step {steps[-1]}")
+    assert (steps, values[-1]) == ([0, LOG_EVERY], value), (steps, values)
+  _, images = read_events(workdir, "summaries/x")  # Width, height, PNG files.
+  pixels = np.array([image.imread(io.BytesIO(png)) for png in images[-1][2:]])
+  *_, batch = itertools.islice(resolved(get_config()).train_ds, LOG_EVERY + 1)
+  error = np.abs(pixels - (batch["image"][:2, ..., 0] + 1) / 2).max()
+  assert error < 1 / 255, error
+  _, (table,) = read_events(workdir, "parameters")
+  total = table.decode().splitlines()[-1]
+  show("last line of the table", total)
+  num_params = sum(x.size for x in jax.tree.leaves(state.params))
+  assert total.startswith(f"Total: {num_params:,} "), (total, num_params)
+  return dict(total=total, shape=str(pixels.shape))
+
+
+# %% 15. One config line shards the model
+@section("One config line shards the model", TRAIN)
+def sharding():
+  """With `FSDPSharding` a device holds a part of each array, not a copy.
+
+  Batches are always divided. On several hosts each runs the same config after
+  `jax.distributed.initialize()`, and `jax.devices()` are those of all: JAX's
+  own multi-host runtime, not tried here.
+  """
+  if jax.device_count() == 1:
+    raise unittest.SkipTest("there is one device; before JAX starts, say "
+                            "jax.config.update('jax_num_cpu_devices', 2)")
+  cfg, facts = get_config(), {}
+  cfg.sharding = lazy_kd.sharding.ShardingStrategy(
+      params=lazy_kd.sharding.FSDPSharding(min_size_to_shard_mb=0))
+  copied, spread = (state_after(LOG_EVERY, x) for x in (get_config(), cfg))
+  for name, state, parts in (("copied", copied, 1),
+                             ("spread", spread, jax.device_count())):
+    arrays = (tree["encoder"]["kernel"] for tree in
+              (state.params, state.opt_state[0].mu))
+    shards = [shard for array in arrays for shard in array.addressable_shards]
+    facts[name] = " ".join({str(shard.data.shape) for shard in shards})
+    show(f"encoder.kernel {name}: shape on each device", facts[name])
+    assert facts[name] == str((64 // parts, WIDTH)), facts
+    assert {shard.device for shard in shards} == set(jax.devices()), shards
+  difference = distance(*jax.device_get((copied.params, spread.params)))
+  assert difference < 1e-5, difference
+  return facts
+
+
+# %% 16. This file is a config file
+@section("This file is a config file", TRAIN)
+def config_file():
+  """`python -m kauldron.main --cfg=kauldron_tour.py` trains `get_config()`.
+
+  It wants `--cfg.workdir=DIR` as well. Flags change any field by its path, an
+  object by `py::` and a call; what refers to a field follows.
+  """
+  from absl import flags
+  path = get_config.__code__.co_filename
+  if not os.path.isfile(path):
+    raise unittest.SkipTest("the tour was pasted: there is no file to name")
+  argv = ["kauldron.main", f"--cfg={path}", "--cfg.workdir=out",
+          "--cfg.log_metrics_every=5", "--cfg.train_losses.focal.gamma=2.0",
+          "--cfg.model=py::kauldron_tour.MLP(image='batch.image', width=8)"]
+  tour, values = sys.modules["kauldron_tour"], flags.FlagValues()
+  flag = konfig.DEFINE_config_file("cfg", flag_values=values)
+  try:  # This runs the file once more, which then goes by the tour's name.
+    with unittest.mock.patch.multiple(sys, argv=argv, dont_write_bytecode=True):
+      values(argv)
+  finally:
+    sys.modules["kauldron_tour"] = tour
+  cfg = flag.value
+  flat, base = map(kontext.flatten_with_path, (cfg, get_config()))
+  changed = dict(flat.items() - base.items())
+  for key in sorted(changed):
+    show(f"cfg.{key}", changed[key])
+  assert changed == {
+      "workdir": "out", "log_metrics_every": 5, "log_summaries_every": 5,
+      "train_losses.focal.gamma": 2.0, "model.width": 8}, changed
+  model = konfig.resolve(cfg).model
+  assert model == MLP(image="batch.image", width=8), model
+  return dict(changed=" ".join(sorted(changed)))
+
+
+# %% 17. Dropout knows whether it trains
+def dropout_config():
+  """Returns a config whose model drops out its input; a summary keeps that."""
+  cfg = get_config()
+  cfg.model = lazy_kd.nn.Sequential(
+      inputs="batch.image", layers=[lazy_kd.nn.Dropout(rate=0.25)])
+  cfg.train_losses, cfg.train_metrics = {}, {}
+  cfg.train_summaries = {
+      "x": lazy_kd.summaries.HistogramSummary(tensor="preds")}
+  cfg.evals = {"x": lazy_kd.evals.Evaluator(
+      run=lazy_kd.evals.EveryNSteps(1), ds=cfg.train_ds)}
+  cfg.rng_streams = lazy_kd.train.RngStreams(
+      [lazy_kd.train.RngStream("noise", per_step=False)])
+  return cfg
+
+
+@section("Dropout knows whether it trains", TRAIN)
+def random_streams():
+  """No layer is handed a flag or a key: the step and the evaluator set them.
+
+  `kd.nn.Dropout` asks `kd.nn.train_property()`, as any module may. The key of a
+  stream is made from seed, name, step and mode, so a mask can be made again.
+  """
+  trainer = resolved(dropout_config())
+  state, batch = trainer.init_state(), next(iter(trainer.train_ds))
+  auxs = [trainer.evals["x"].step(step_nr=0, state=state, batch=batch)]
+  for _ in range(2):
+    state, aux = trainer.trainstep.step(state, batch, return_summaries=True)
+    auxs.append(aux)
+  preds = np.array([aux.summary_states["x"].compute().tensor for aux in auxs])
+  kept = preds != 0
+  share = kept.mean(axis=-1)
+  show("share kept by evaluator, step 0, step 1", share.round(3).tolist())
+  assert np.allclose(share, [1, 0.75, 0.75], atol=0.03), share
+  expected = kept * batch["image"].ravel() / [[1], [0.75], [0.75]]
+  assert np.allclose(preds, expected), np.abs(preds - expected).max()
+
+  key = kd.random.PRNGKey(SEED).fold_in("dropout").fold_in(1).fold_in("train")
+  again = trainer.model.apply({}, batch["image"], is_training_property=True,
+                              rngs={"dropout": key})
+  assert np.array_equal(again.ravel() != 0, kept[2]), "another mask at step 1"
+  assert not np.array_equal(kept[1], kept[2]), "one mask for all steps"
+  rngs, later = map(trainer.rng_streams.train_rngs, (1, 2))
+  assert np.array_equal(rngs["noise"], later["noise"]), (rngs, later)
+  assert not np.array_equal(rngs["default"], rngs["dropout"]), rngs
+  return dict(streams=" ".join(rngs))
+
+
+# %% 18. A data pipeline is config too
+def with_mirror(example):
+  """Adds the mirror image: a transform is any function of an example."""
+  return example | {"mirrored": example["image"][:, ::-1]}
+
+
+@section("A data pipeline is config too", TRAIN)
+def data_pipeline():
+  """Transforms change one example after the other, then batches are formed.
+
+  A source needs a length and an index, no more. The element spec is all that
+  the Trainer has to know of a batch to initialise the model.
+  """
+  cfg = get_config()
+  cfg.train_ds = lazy_kd.data.py.DataSource(
+      data_source=lazy_tour.StripesSource(), batch_size=BATCH_SIZE,
+      shuffle=False, num_workers=0, transforms=[
+          lazy_kd.data.Elements(keep=["image"], rename={"label": "angle"}),
+          lazy_kd.data.ValueRange(
+              key="image", in_vrange=(-1, 1), vrange=(0, 1)),
+          lazy_tour.with_mirror])
+  ds = resolved(cfg).train_ds
+  spec = {key: str(array) for key, array in ds.element_spec.items()}
+  _, batch = itertools.islice(ds, 2)
+  stats = kd.inspect.get_batch_stats(batch).set_index("Name")
+  show("second batch", stats[["Dtype", "Shape", "Min", "Max"]].to_string())
+  source = {k: x[BATCH_SIZE:2 * BATCH_SIZE] for k, x in train_images().items()}
+  image = (source["image"] + 1) / 2
+  by_hand = dict(angle=source["label"], image=image, mirrored=image[:, :, ::-1])
+  assert batch.keys() == spec.keys() == by_hand.keys(), (batch.keys(), spec)
+  for key, array in by_hand.items():
+    assert np.allclose(batch[key], array, atol=1e-6), key
+    assert spec[key] == str(enp.ArraySpec.from_array(array)), spec
+    assert np.isclose(stats.Mean[f"batch.{key}"], array.mean()), stats
+  return spec
+
+
+# %% 19. The older type checker still agrees
+@section("The older type checker still agrees", "kauldron.typing")
+def type_checkers():
+  """`kauldron.typing` and `ktyping` read the same specs and judge alike.
+
+  One difference is known: unsigned integers are no `Int` to `kauldron.typing`.
+  """
+  x, n, accepted = np.ones((2, 3), np.float32), np.ones(2, np.int32), {}
+  calls = {
+      "right": (x, n), "more axes": (x[None], n[None]),
+      "bfloat16": (x.astype(jnp.bfloat16), n), "uint8": (x, n.astype(np.uint8)),
+      "a size": (x, n[:1]), "a rank": (x[0, 0], n), "no array": (None, n),
+      "a dtype": (x.astype(int), n), "a result": (x, n, False)}
+  for checker, error in ((kd.typing, kd.typing.TypeCheckError),
+                         (kt, kt.KTypeCheckError)):
+    @checker.typechecked
+    def call(x: checker.Float["*b n"], n: checker.Int["*b"],
+             right: bool = True) -> checker.Float["*b n"]:
+      return x if right else x[..., 0]
+
+    for name, args in calls.items():
+      with contextlib.suppress(error):
+        call(*args)
+        accepted.setdefault(checker.__name__, []).append(name)
+  for name, names in accepted.items():
+    show(f"{name} accepts", ", ".join(names))
+  both = ["right", "more axes", "bfloat16"]
+  assert accepted == {
+      "kauldron.typing": both, "kauldron.ktyping": [*both, "uint8"]}, accepted
+  return {name: " ".join(names) for name, names in accepted.items()}
+
+
+# %% The report, for whoever upgrades something
+KNOWN_FAULTS = {  # Words of a failure -> its cause, and what to move.
+    "attribute 'prng'": "etils < 1.15.0 with jax >= 0.10.2: move etils",
+    "_check_prng_key": "kauldron < 1.4.2 with jax >= 0.10.2: move kauldron",
+    "argument 'memo'": "kauldron < 1.4 with typeguard >= 4.5: move kauldron",
+    "model_surgery": "a module of orbax that is not published",
+}
+
+
+def signature(value):
+  """Returns a callable's parameters and defaults, "" where Python has none."""
+  try:
+    parameters = inspect.signature(value).parameters.values()
+  except (TypeError, ValueError):
+    return ""
+  bare = [x.replace(annotation=inspect.Parameter.empty) for x in parameters]
+  return re.sub(r" at 0x\w+", "", str(inspect.Signature(bare)))
+
+
+def public_surface(space, path="kd"):
+  """Returns the path of each public name below a module -> its signature."""
+  surface = {}
+  for name in filter(lambda name: name[0] != "_", dir(space)):
+    below = f"{path}.{name}"
+    try:
+      value = getattr(space, name)
+    except Exception as error:  # A namespace that this installation lacks.
+      surface[below] = f"{type(error).__name__}: {error}"
+      continue
+    kind = value if inspect.isclass(value) else type(value)
+    home = getattr(value, "__module__", None) or kind.__module__
+    if inspect.ismodule(value) and value.__name__.startswith("kauldron"):
+      surface[below] = "module"
+      if hasattr(value, "__path__"):  # A namespace, not one of its modules.
+        surface |= public_surface(value, below)
+    elif home.startswith("kauldron"):
+      surface[below] = signature(value) or kind.__name__
+      for method, function in inspect.getmembers(kind, inspect.isroutine):
+        code = getattr(function, "__code__", None)
+        if (code and "kauldron" in code.co_filename
+            and not re.match(r"_[^_]|__init__", method)):
+          surface[f"{below}.{method}"] = signature(function)
+  return surface
+
+
+def differences(old, new):
+  """Returns key -> (old, new) of two dicts, and how far off the floats are."""
+  changed, worst = {}, 0.0
+  for key in sorted(old.keys() | new.keys()):
+    x, y = old.get(key, "absent"), new.get(key, "absent")
+    off = 0.0 if x == y else np.inf
+    if isinstance(x, float) and isinstance(y, float) and x != y:
+      off = abs(x - y) / max(abs(x), abs(y))
+    if off > TOLERANCE:
+      changed[key] = x, y
+    else:
+      worst = max(worst, off)
+  return changed, worst
+
+
+def compare(old, new):
+  """Prints what changed between two reports; returns whether facts did."""
+  source = "".join(linecache.getlines(compare.__code__.co_filename))
+  before, after = old["sections"], new["sections"]
+  status = {name: (before[name]["status"], after[name]["status"])
+            for name in after if name in before}
+  facts, worst = differences(*(
+      {f"{name}.{key}": value for name in status
+       if status[name] == ("PASS", "PASS")
+       for key, value in sections[name]["facts"].items()}
+      for sections in (before, after)))
+  names = {}
+  if old["surface"] and new["surface"]:
+    for path, pair in differences(old["surface"], new["surface"])[0].items():
+      words = path.replace(".ktyping.", ".kt.").split(".")[1:]
+      used = ".".join(words[:2]) in source and all(x in source for x in words)
+      names[path + " (used here)" * used] = pair
+  for title, pairs in {
+      "versions changed": differences(old["versions"], new["versions"])[0],
+      "sections broke": {
+          name: ("PASS", f"{now} {first_line(after[name]['reason'])}")
+          for name, (was, now) in status.items() if was == "PASS" != now},
+      "sections were mended": {
+          name: pair for name, pair in status.items()
+          if pair[0] != pair[1] == "PASS"},
+      "facts changed": facts,
+      "sections are new or gone": differences(
+          dict.fromkeys(before.keys() - set(SECTIONS), "present"),
+          dict.fromkeys(after.keys() - before.keys(), "present"))[0],
+      "public names changed": names}.items():
+    print(f"{len(pairs)} {title}")
+    for key, (x, y) in pairs.items():
+      print(wrap(f"  {key}: {x} -> {y}", 78))
+  print(f"Floats are equal within a relative {TOLERANCE}; the worst of those is"
+        f" off by {worst:.1g}.")
+  return bool(facts or names)
 
 
 # %% Summary
@@ -989,16 +1352,47 @@ def summary():
   print(f"\n{counts} of {len(OPTIONS.sections)} sections")
   for name, result in RESULTS.items():
     if result["status"] != "PASS":
-      again = f"{name}()" if IN_NOTEBOOK else (
-          f"python kauldron_tour.py --only {name}")
-      print(f"{result['status']} {name}: {result['reason']}\n  again: {again}")
+      reason = first_line(result["reason"])
+      print(wrap(f"{result['status']} {name}: {reason}", 78))
+      for words, cause in KNOWN_FAULTS.items():
+        if words in result["reason"]:
+          print(wrap(f"  cause: {cause}", 78))
+      print(f"  again: {name}()" if IN_NOTEBOOK else
+            f"  again: python kauldron_tour.py --only {name}")
   if INTERRUPT in (result["reason"] for result in RESULTS.values()):
     return 130
   return int("FAIL" in ended or (OPTIONS.strict and "SKIP" in ended))
 
 
+def report(status):
+  """Writes the report, compares it, and returns the exit status."""
+  trained = any(globals()[name].imports for name in RESULTS)
+  new = {
+      "schema": SCHEMA, "python": sys.version, "platform": sys.platform,
+      "devices": [str(device) for device in jax.devices()],
+      "versions": {package.name: package.version for package
+                   in reversed(list(importlib.metadata.distributions()))},
+      "patches": PATCHES, "sections": RESULTS,
+      "surface": public_surface(kd) if trained else {}}
+  if OPTIONS.baseline:
+    print("\nCompared with the baseline:")
+    changed = compare(OPTIONS.baseline, new)
+    status = status or (3 if changed else 0)
+  text = json.dumps(new, indent=1)
+  if OPTIONS.report == "-":
+    print(text)
+  elif OPTIONS.report:  # Whole or not at all.
+    path = pathlib.Path(OPTIONS.report)
+    written = path.with_name(f"{path.name}.{os.getpid()}")
+    written.write_text(text)
+    written.replace(path)
+  return status
+
+
 if RUNS:
   status = summary()
+  if OPTIONS.report or OPTIONS.baseline:
+    status = report(status)
   if not IN_NOTEBOOK:
     sys.exit(status)
 elif __name__ == "__main__":

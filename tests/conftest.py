@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Before JAX is imported.
+# Before JAX is imported.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 pytest.register_assert_rewrite("kauldron_tour")

@@ -4,6 +4,7 @@ Each case breaks one thing inside Kauldron or beside it, and names the section
 that claims it and the error that must end it.
 """
 
+import dataclasses
 import importlib.metadata
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from kauldron import kd
 from kauldron import konfig
 from kauldron import kontext
+from kauldron.konfig import module_configdict
 import optax
 import pytest
 
@@ -167,10 +169,14 @@ def _the_loss_is_halved(tour, monkeypatch):
 
 @breaks("readable_loop")
 def _the_optimizer_starts_elsewhere(tour, monkeypatch):
-  monkeypatch.setattr(
-      kd.train.TrainStep, "_init_optimizer",
-      lambda self, state: state.replace(opt_state=jax.tree.map(
-          lambda x: x + 1, self.optimizer.init(state.params))))
+  init = kd.train.TrainStep._init_optimizer
+
+  def later(self, state):
+    state = init(self, state)
+    opt_state = jax.tree.map(lambda x: x + 1, state.opt_state)
+    return state.replace(opt_state=opt_state)
+
+  monkeypatch.setattr(kd.train.TrainStep, "_init_optimizer", later)
 
 
 @breaks("inner_layer")
@@ -221,6 +227,305 @@ def _a_resume_starts_from_scratch(tour, monkeypatch):
       kd.ckpts.Checkpointer, "restore", lambda self, state, **kwargs: state)
 
 
+# Part III.
+
+
+@breaks("evaluators")
+def _reuses_training_data(tour, monkeypatch):
+  def batches(self):
+    ds = self.base_cfg.train_ds.take(4)
+    return ds.device_put(self.base_cfg.sharding.batch)
+
+  monkeypatch.setattr(kd.evals.Evaluator, "ds_iter", property(batches))
+
+
+@breaks("evaluators")
+def _scores_one_batch_only(tour, monkeypatch):
+  def batches(self):
+    return self.ds.take(1).device_put(self.base_cfg.sharding.batch)
+
+  monkeypatch.setattr(kd.evals.Evaluator, "ds_iter", property(batches))
+
+
+@breaks("evaluators")
+def _scores_the_first_state_only(tour, monkeypatch):
+  evaluate, first = kd.evals.Evaluator.evaluate, []
+
+  def stale(self, state, step):
+    first.append(jax.tree.map(lambda x: x.copy(), state))
+    return evaluate(self, first[0], step)
+
+  monkeypatch.setattr(kd.evals.Evaluator, "evaluate", stale)
+
+
+@breaks("evaluators")
+def _runs_at_every_step(tour, monkeypatch):
+  monkeypatch.setattr(
+      kd.evals.EveryNSteps, "should_eval_in_train", lambda *_: True)
+
+
+@breaks("rebuilt_run")
+def _restores_nothing(tour, monkeypatch):
+  monkeypatch.setattr(kd.ckpts.Checkpointer, "restore",
+             lambda self, state, **_: state)
+
+
+@breaks("rebuilt_run")
+def _restores_no_optimizer_state(tour, monkeypatch):
+  restore = kd.ckpts.Checkpointer.restore
+
+  def partly(self, state, **kwargs):
+    fresh = jax.tree.map(lambda x: x.copy(), getattr(state, "opt_state", None))
+    new = restore(self, state, **kwargs)
+    return new.replace(opt_state=fresh) if fresh else new
+
+  monkeypatch.setattr(kd.ckpts.Checkpointer, "restore", partly)
+
+
+@breaks("rebuilt_run")
+def _writes_another_config(tour, monkeypatch):
+  write = kd.train.KDMetricWriter.write_config
+
+  def other(self, config):
+    config = tour.konfig.ConfigDict(tour.json.loads(config.to_json()))
+    config.optimizer.learning_rate *= 2
+    write(self, config)
+
+  monkeypatch.setattr(kd.train.KDMetricWriter, "write_config", other)
+
+
+@breaks("partial_training")
+def _freezes_nothing(tour, monkeypatch):
+  monkeypatch.setattr(
+      kd.optim, "partial_updates", lambda optimizer, mask: optimizer)
+
+
+@breaks("partial_training")
+def _freezes_everything(tour, monkeypatch):
+  monkeypatch.setattr(kd.optim, "partial_updates",
+             lambda optimizer, mask: optax.set_to_zero())
+
+
+@breaks("partial_training")
+def _selects_the_rest(tour, monkeypatch):
+  monkeypatch.setattr(kd.optim, "select", kd.optim.exclude)
+
+
+@breaks("partial_training")
+def _loads_nothing(tour, monkeypatch):
+  monkeypatch.setattr(kd.ckpts.SimpleCheckpointLoader, "transform",
+             lambda self, state: state)
+
+
+@breaks("event_files")
+def _writes_scaled_scalars(tour, monkeypatch):
+  write = kd.train.KDMetricWriter.write_scalars
+
+  def scaled(self, step, scalars):
+    write(self, step, {k: v * 1.01 for k, v in scalars.items()})
+
+  monkeypatch.setattr(kd.train.KDMetricWriter, "write_scalars", scaled)
+
+
+@breaks("event_files")
+def _writes_negative_images(tour, monkeypatch):
+  write = kd.train.KDMetricWriter.write_images
+
+  def negative(self, step, images):
+    write(self, step, {k: 1 - v for k, v in images.items()})
+
+  monkeypatch.setattr(kd.train.KDMetricWriter, "write_images", negative)
+
+
+@breaks("event_files")
+def _ignores_the_value_range(tour, monkeypatch):
+  get_state = kd.summaries.ShowImages.get_state
+
+  def unscaled(self, images):
+    return get_state(dataclasses.replace(self, in_vrange=None), images)
+
+  monkeypatch.setattr(kd.summaries.ShowImages, "get_state", unscaled)
+
+
+@breaks("event_files")
+def _writes_no_parameters(tour, monkeypatch):
+  monkeypatch.setattr(kd.train.KDMetricWriter, "write_param_overview",
+             lambda self, step, params: self.write_texts(
+                 step, {"parameters": "Total: 0 -- 0 bytes"}))
+
+
+@breaks("sharding")
+def _copies_instead(tour, monkeypatch):
+  monkeypatch.setattr(kd.sharding.FSDPSharding, "__call__",
+             lambda self, tree: kd.sharding.REPLICATED)
+
+
+@breaks("sharding")
+def _copies_the_optimizer_state(tour, monkeypatch):
+  monkeypatch.setattr(kd.sharding.ShardingStrategy, "opt_state",
+             kd.sharding.REPLICATED)
+  init = kd.sharding.ShardingStrategy.__init__
+
+  def replicated(self, **kwargs):
+    init(self, **kwargs, opt_state=kd.sharding.REPLICATED)
+
+  monkeypatch.setattr(kd.sharding.ShardingStrategy, "__init__", replicated)
+
+
+@breaks("sharding")
+def _trains_otherwise_when_sharded(tour, monkeypatch):
+  init = kd.train.Trainer.init_state
+
+  def other(self, *args, **kwargs):
+    state = init(self, *args, **kwargs)
+    if isinstance(self.sharding.params, kd.sharding.FSDPSharding):
+      params = jax.tree.map(lambda x: x * 1.001, state.params)
+      state = state.replace(params=params)
+    return state
+
+  monkeypatch.setattr(kd.train.Trainer, "init_state", other)
+
+
+@breaks("config_file")
+def _ignores_an_override(tour, monkeypatch):
+  apply = module_configdict._apply_overrides
+
+  def partly(config, overrides):
+    kept = {k: v for k, v in overrides.items() if "gamma" not in k}
+    return apply(config, overrides=kept)
+
+  monkeypatch.setattr(module_configdict, "_apply_overrides", partly)
+
+
+@breaks("config_file")
+def _ignores_an_object(tour, monkeypatch):
+  apply = module_configdict._apply_overrides
+
+  def partly(config, overrides):
+    kept = {k: v for k, v in overrides.items() if not k.startswith("model")}
+    return apply(config, overrides=kept)
+
+  monkeypatch.setattr(module_configdict, "_apply_overrides", partly)
+
+
+@breaks("config_file")
+def _cuts_references(tour, monkeypatch):
+  apply = module_configdict._apply_overrides
+
+  def plain(config, overrides):
+    config.log_summaries_every = 10
+    return apply(config, overrides=overrides)
+
+  monkeypatch.setattr(module_configdict, "_apply_overrides", plain)
+
+
+@breaks("random_streams")
+def _never_trains(tour, monkeypatch):
+  monkeypatch.setattr(
+      kd.nn.Dropout, "is_training", property(lambda self: False))
+
+
+@breaks("random_streams")
+def _has_one_mask_for_all_steps(tour, monkeypatch):
+  make = kd.train.RngStream.make
+  monkeypatch.setattr(kd.train.RngStream, "make",
+             lambda self, rng, *, step=None, key=None: make(
+                 self, rng, step=0, key=key))
+
+
+@breaks("random_streams")
+def _gives_every_stream_the_same_key(tour, monkeypatch):
+  fold_in = kd.random.PRNGKey.fold_in
+  monkeypatch.setattr(kd.random.PRNGKey, "fold_in",
+             lambda self, data: self if isinstance(data, str)
+             else fold_in(self, data))
+
+
+@breaks("random_streams")
+def _draws_noise_anew_at_each_step(tour, monkeypatch):
+  always = property(lambda self: True, lambda self, value: None)
+  monkeypatch.setattr(kd.train.RngStream, "per_step", always, raising=False)
+
+
+@breaks("random_streams")
+def _does_not_rescale(tour, monkeypatch):
+  call = kd.nn.Dropout.__call__
+
+  def unscaled(self, inputs, **kwargs):
+    return call(self, inputs, **kwargs) * 0.75
+
+  monkeypatch.setattr(kd.nn.Dropout, "__call__", unscaled)
+
+
+@breaks("data_pipeline")
+def _ignores_the_input_range(tour, monkeypatch):
+  map_element = kd.data.ValueRange.map_element
+
+  def wrong(self, element):
+    object.__setattr__(self, "in_vrange", (0, 1))
+    return map_element(self, element)
+
+  monkeypatch.setattr(kd.data.ValueRange, "map_element", wrong)
+
+
+@breaks("data_pipeline")
+def _applies_transforms_backwards(tour, monkeypatch):
+  from kauldron.data.py import transform_utils
+  apply = transform_utils.apply_transforms
+  monkeypatch.setattr(transform_utils, "apply_transforms",
+             lambda ds, transforms: apply(ds, list(transforms)[::-1]))
+
+
+@breaks("data_pipeline")
+def _always_shuffles(tour, monkeypatch):
+  source = kd.data.py.DataSource.ds_for_current_process
+
+  def shuffled(self, rng):
+    object.__setattr__(self, "shuffle", True)
+    return source(self, rng)
+
+  monkeypatch.setattr(kd.data.py.DataSource, "ds_for_current_process", shuffled)
+
+
+@breaks("data_pipeline")
+def _reports_the_source_as_its_spec(tour, monkeypatch):
+  from etils import etree
+  monkeypatch.setattr(kd.data.py.DataSource, "element_spec", property(
+      lambda self: etree.spec_like(self.data_source[0])))
+
+
+@breaks("data_pipeline")
+def _inspects_another_batch(tour, monkeypatch):
+  stats = kd.inspect.get_batch_stats
+  monkeypatch.setattr(kd.inspect, "get_batch_stats",
+             lambda batch: stats(jax.tree.map(lambda x: x + 1, batch)))
+
+
+@breaks("type_checkers")
+def _older_one_checks_nothing(tour, monkeypatch):
+  monkeypatch.setattr(kd.typing, "typechecked", lambda function: function)
+
+
+@breaks("type_checkers")
+def _newer_one_checks_nothing(tour, monkeypatch):
+  monkeypatch.setattr(kd.ktyping, "typechecked", lambda function: function)
+
+
+@breaks("type_checkers")
+def _newer_one_refuses_everything(tour, monkeypatch):
+  class Refused(kd.ktyping.KTypeCheckError):
+    def __init__(self):
+      pass
+    def __str__(self):
+      return "refused"
+  def refuse(function):
+    def call(*args):
+      raise Refused
+    return call
+
+  monkeypatch.setattr(kd.ktyping, "typechecked", refuse)
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_section_fails(tour, monkeypatch, capsys, case):
   name, error, sabotage = case
@@ -228,7 +533,9 @@ def test_section_fails(tour, monkeypatch, capsys, case):
   if section.imports:
     tour.import_quietly(section.imports)
   sabotage(tour, monkeypatch)
+  jax.clear_caches()  # What is compiled already does not notice.
   tour.run_section(section)
+  jax.clear_caches()
   result = tour.RESULTS[name]
   assert result["status"] == "FAIL"
   assert result["reason"].startswith(error.__name__), result["reason"]

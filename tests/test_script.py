@@ -1,6 +1,7 @@
 """The tour as a command: options, exit statuses, and what it leaves behind."""
 
 import ast
+import json
 import pathlib
 import re
 
@@ -135,3 +136,50 @@ def test_workdir_keeps_runs_and_pictures(script, tmp_path):
   assert (tmp_path / "out" / "sweep_base_2" / "config.json").exists()
   assert list(foreign.parent.iterdir()) == [foreign]
   assert process.left_behind == []
+
+
+def test_kauldron_main_takes_the_tour_as_its_config(script, tmp_path):
+  process = script(
+      f"--cfg={SCRIPT}", f"--cfg.workdir={tmp_path / 'run'}",
+      "--cfg.num_train_steps=3", "--cfg.optimizer.learning_rate=0.1",
+      "--cfg.model=py::kauldron_tour.MLP(image='batch.image', width=8)",
+      python=["-m"], path="kauldron.main", PYTHONDONTWRITEBYTECODE="1")
+  assert process.returncode == 0, process.stderr
+  cfg = json.loads((tmp_path / "run" / "config.json").read_text())
+  assert cfg["num_train_steps"] == 3
+  assert cfg["optimizer"]["learning_rate"] == 0.1
+  assert cfg["model"] == {"__qualname__": "kauldron_tour:MLP",
+                          "image": "batch.image", "width": 8}
+
+
+def test_a_run_is_rebuilt_by_another_process(script, tmp_path):
+  """One process trains and ends, another one knows the directory alone."""
+  train = tmp_path / "train.py"
+  train.write_text(f"""if True:
+    import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})
+    import kauldron_tour as tour, numpy as np
+    cfg = tour.get_config()
+    cfg.workdir, cfg.num_train_steps = {str(tmp_path / 'run')!r}, 4
+    cfg.checkpointer = tour.lazy_kd.ckpts.Checkpointer(save_interval_steps=4)
+    trainer = tour.konfig.resolve(cfg)
+    state = tour.state_after(4, cfg)
+    cfg.workdir = {str(tmp_path / 'run')!r}
+    tour.konfig.resolve(cfg).train()
+    image = tour.held_out_images()["image"]
+    preds = trainer.model.apply({{"params": state.params}}, image)["logits"]
+    np.save({str(tmp_path / 'preds.npy')!r}, preds)
+  """)
+  rebuild = tmp_path / "rebuild.py"
+  rebuild.write_text(f"""if True:
+    import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})
+    import json, pathlib, kauldron_tour as tour, numpy as np
+    path = pathlib.Path({str(tmp_path / 'run')!r})
+    cfg = tour.konfig.ConfigDict(json.loads((path / "config.json").read_text()))
+    trainer, state = tour.konfig.resolve(cfg), tour.restored(cfg)
+    image = tour.held_out_images()["image"]
+    preds = trainer.model.apply({{"params": state.params}}, image)["logits"]
+    expected = np.load({str(tmp_path / 'preds.npy')!r})
+    print("step", int(state.step), "equal", np.array_equal(preds, expected))
+  """)
+  assert script(path=train).returncode == 0
+  assert "step 4 equal True" in script(path=rebuild).stdout

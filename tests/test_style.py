@@ -78,7 +78,7 @@ def test_budgets():
   plumbing, after = SOURCE.split("\n# %% ")[1:3]
   assert plumbing.startswith("Plumbing") and after.startswith("0. ")
   assert len(plumbing.strip().splitlines()) <= 120
-  assert len(LINES) <= 1200
+  assert len(LINES) <= 1400
 
 
 def test_comments_are_about_one_in_five_code_lines():
