@@ -3,8 +3,6 @@
 # requires-python = ">=3.11,<3.14"
 # dependencies = [
 #   "kauldron>=1.4.2",
-#   "kauldron<1.4.3; platform_machine == 'arm64'",  # No tensorflow-cpu there.
-#   "kauldron<1.4.3; platform_machine == 'aarch64'",
 #   "jax", "flax", "optax", "etils", "numpy",
 #   # Bounds what Kauldron pulls in, or pip backtracks for a quarter of an hour.
 #   "google-cloud-bigquery>=3.20",
