@@ -3,6 +3,7 @@
 # PYTHON chooses the interpreter that .venv is made with, for instance
 # `make test PYTHON=python3.12`.
 PYTHON ?= python3
+PYTHONS ?= python3.11 python3.12 python3.13
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -22,7 +23,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help tour test lint lock clean
+.PHONY: help tour test lint smoke matrix lock clean
 
 help:  ## Print the targets.
 	@sed -n 's/^\([a-z]*\):.*##/\1:/p' $(MAKEFILE_LIST) | \
@@ -37,6 +38,12 @@ test: $(STAMP)  ## Run the tests.
 lint: $(STAMP)  ## Check style, types of the plumbing, and spelling.
 	@$(BIN)/ruff check .
 	@$(BIN)/codespell kauldron_tour.py README.md Makefile tests
+
+smoke: $(STAMP)  ## Say what CANDIDATE='jax==...' breaks or changes.
+	@$(BIN)/python tests/smoke.py $(CANDIDATE)
+
+matrix:  ## Run the tour in a new environment on each Python of PYTHONS.
+	@sh tests/matrix.sh $(PYTHONS)
 
 lock:  ## Compile requirements.txt again (needs uv).
 	@command -v uv >/dev/null || { echo "make: lock needs uv." >&2; exit 2; }

@@ -15,7 +15,7 @@ shows it in a few lines and asserts it, so that a section which passes is true
 of the versions you have installed. It is not a reference, not a benchmark and
 not a good model: the data is synthetic and everything trains on a CPU.
 
-Run (about 15 seconds, a third of it importing TensorFlow):
+Run (about 40 seconds on two cores, 5 of them importing TensorFlow):
 
   python kauldron_tour.py                   # everything
   python kauldron_tour.py --list            # names and numbers of the sections
@@ -120,10 +120,13 @@ def print_traceback(error):
   text = traceback.format_list(own if last in own else [*own, last])
   text += traceback.format_exception_only(error)
   print(textwrap.indent("".join(text), "  "), end="")
-  _, _, module = last.filename.rpartition("site-packages" + os.sep)
-  package = module.split(os.sep)[0].removesuffix(".py")
-  return {"frame": f"{own[-1].name}: {own[-1].line}",
-          "library": f"{package}, {last.name}"}
+  packages, libraries = importlib.metadata.packages_distributions(), [""]
+  for line in [*lines, last]:
+    _, found, path = line.filename.rpartition("site-packages" + os.sep)
+    for name in packages.get(path.split(os.sep)[0], [])[:bool(found)]:
+      version = importlib.metadata.version(name)
+      libraries.append(f"{name} {version}, {line.name}")
+  return {"frame": f"{own[-1].name}: {own[-1].line}", "library": libraries[-1]}
 
 
 def show(label, value):
@@ -259,8 +262,8 @@ def where_we_are():
   """
   packages = "kauldron jax flax optax etils orbax-checkpoint numpy".split()
   versions = {name: importlib.metadata.version(name) for name in packages}
-  show("python", sys.version.split()[0])
-  show("packages", ", ".join(f"{k} {v}" for k, v in versions.items()))
+  show(f"python {sys.version.split()[0]}",
+       ", ".join(f"{name} {version}" for name, version in versions.items()))
   show("jax.devices()", jax.devices())
   for module, fault in PATCHES.items():
     show(f"patched {module}", fault)
@@ -425,7 +428,17 @@ def key_paths():
 
 
 # %% 4. Shapes are checked at run time, by named axes
-kt = kd.ktyping
+@contextlib.contextmanager
+def definitions():
+  """Lets the sections that can do without the definitions run all the same."""
+  try:
+    yield
+  except Exception as error:
+    print(f"\nNot defined: {type(error).__name__}: {error}")
+
+
+with definitions():
+  kt = kd.ktyping
 
 
 @section("Shapes are checked at run time, by named axes")
@@ -460,61 +473,61 @@ def shape_checker():
 
 
 # %% 5. A loss and a metric are states that merge
-@dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
-class FocalLoss(kd.losses.Loss):
-  """-(1 - p)^gamma log p in nats, p being the right class's probability.
+with definitions():
+  @dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
+  class FocalLoss(kd.losses.Loss):
+    """-(1 - p)^gamma log p in nats, p being the right class's probability.
 
-  From Lin et al., "Focal loss for dense object detection", 2017; gamma = 0 is
-  cross-entropy. The base class adds `mask`, `weight` and the mean.
-  """
+    From Lin et al., "Focal loss for dense object detection", 2017; gamma = 0 is
+    cross-entropy. The base class adds `mask`, `weight` and the mean.
+    """
 
-  logits: kontext.Key = kontext.REQUIRED
-  labels: kontext.Key = kontext.REQUIRED
-  gamma: float = 1.0
+    logits: kontext.Key = kontext.REQUIRED
+    labels: kontext.Key = kontext.REQUIRED
+    gamma: float = 1.0
 
-  @kt.typechecked
-  def get_values(self, logits: kt.Float["*b n"],
-                 labels: kt.Int["*b 1"]) -> kt.Float["*b 1"]:
-    log_probs = jax.nn.log_softmax(logits)
-    log_p = jnp.take_along_axis(log_probs, labels, axis=-1)
-    return -((1 - jnp.exp(log_p)) ** self.gamma) * log_p
+    @kt.typechecked
+    def get_values(self, logits: kt.Float["*b n"],
+                   labels: kt.Int["*b 1"]) -> kt.Float["*b 1"]:
+      log_probs = jax.nn.log_softmax(logits)
+      log_p = jnp.take_along_axis(log_probs, labels, axis=-1)
+      return -((1 - jnp.exp(log_p)) ** self.gamma) * log_p
+
+  @dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
+  class BalancedAccuracy(kd.metrics.Metric):
+    """Mean recall of the classes, in [0, 1], which no mean of batches gives."""
+
+    logits: kontext.Key = kontext.REQUIRED
+    labels: kontext.Key = kontext.REQUIRED
+    mask: kontext.Key | None = None
+
+    @flax.struct.dataclass
+    class State(kd.metrics.AutoState["BalancedAccuracy"]):
+      hits: kt.Float["n"] = kd.metrics.sum_field()
+      seen: kt.Float["n"] = kd.metrics.sum_field()
+
+      def compute(self):  # Runs outside `jit`, so shapes may depend on values.
+        occurs = self.seen > 0
+        return jnp.mean(self.hits[occurs] / self.seen[occurs])
+
+    @kt.typechecked
+    def get_state(self, logits: kt.Float["*b n"], labels: kt.Int["*b 1"],
+                  mask: kt.Float["*b 1"] | None = None) -> State:
+      weights = jnp.ones(labels.shape) if mask is None else mask
+      seen = weights * jax.nn.one_hot(labels[..., 0], logits.shape[-1])
+      hit = logits.argmax(-1, keepdims=True) == labels
+      batch = tuple(range(labels.ndim - 1))
+      return self.State(hits=(hit * seen).sum(batch), seen=seen.sum(batch))
 
 
-@dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
-class BalancedAccuracy(kd.metrics.Metric):
-  """Mean recall of the classes, in [0, 1]: no mean of batch means gives it."""
-
-  logits: kontext.Key = kontext.REQUIRED
-  labels: kontext.Key = kontext.REQUIRED
-  mask: kontext.Key | None = None
-
-  @flax.struct.dataclass
-  class State(kd.metrics.AutoState["BalancedAccuracy"]):
-    hits: kt.Float["n"] = kd.metrics.sum_field()
-    seen: kt.Float["n"] = kd.metrics.sum_field()
-
-    def compute(self):  # Runs outside `jit`, so shapes may depend on values.
-      occurs = self.seen > 0
-      return jnp.mean(self.hits[occurs] / self.seen[occurs])
-
-  @kt.typechecked
-  def get_state(self, logits: kt.Float["*b n"], labels: kt.Int["*b 1"],
-                mask: kt.Float["*b 1"] | None = None) -> State:
-    weights = jnp.ones(labels.shape) if mask is None else mask
-    seen = weights * jax.nn.one_hot(labels[..., 0], logits.shape[-1])
-    hit = logits.argmax(-1, keepdims=True) == labels
-    batch = tuple(range(labels.ndim - 1))
-    return self.State(hits=(hit * seen).sum(batch), seen=seen.sum(batch))
-
-
-def focal_loss_in_numpy(logits, labels, mask, gamma=1.0):
+def focal_loss_by_hand(logits, labels, mask, xp=np):
   """Returns the masked mean focal loss of arrays (b, n), (b, 1) and (b, 1)."""
-  probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-  p = np.take_along_axis(probs, labels, -1)
-  return (mask * -((1 - p) ** gamma) * np.log(p)).sum() / mask.sum()
+  probs = xp.exp(logits) / xp.exp(logits).sum(-1, keepdims=True)
+  p = xp.take_along_axis(probs, labels, -1)
+  return (mask * -(1 - p) * xp.log(p)).sum() / mask.sum()
 
 
-def recall_in_numpy(logits, labels, mask):
+def recall_by_hand(logits, labels, mask):
   """Returns the mean recall over the classes, from the same arrays."""
   kept = mask[:, 0] > 0
   right, label = logits[kept].argmax(-1) == labels[kept, 0], labels[kept, 0]
@@ -539,15 +552,15 @@ def loss_and_metric():
 
   for key, mask in ((None, np.ones_like(some)), ("batch.mask", some)):
     keys = dict(logits="preds", labels="batch.label", mask=key)
-    for part, in_numpy in ((FocalLoss(**keys), focal_loss_in_numpy),
-                           (BalancedAccuracy(**keys), recall_in_numpy)):
+    for part, by_hand in ((FocalLoss(**keys), focal_loss_by_hand),
+                           (BalancedAccuracy(**keys), recall_by_hand)):
       whole, first, rest = (
           part.get_state_from_context(context(rows, mask))
           for rows in (slice(30), slice(10), slice(10, 30)))
       value = first.merge(rest).compute()
-      by_hand = in_numpy(logits, labels, mask)
+      expected = by_hand(logits, labels, mask)
       show(f"{type(part).__name__}, mask={key}", float(value))
-      assert np.isclose(value, by_hand), (value, by_hand)
+      assert np.isclose(value, expected), (value, expected)
       assert np.isclose(value, whole.compute()), (value, whole.compute())
       mean = (first.compute() + rest.compute()) / 2
       assert not np.isclose(value, mean), "a mean of batch values would do"
@@ -559,8 +572,7 @@ def loss_and_metric():
 
 
 # %% Part II: a real Trainer
-# The first use of `kd.train` imports TensorFlow, for its summary writer: 5 to
-# 15 seconds, once, and more than all the rest of this tour's imports.
+# The first use of `kd.train` imports TensorFlow: 5 to 15 seconds, once.
 TRAIN = "kauldron.train"
 
 
@@ -660,7 +672,7 @@ def held_out_scores(params):
   width = params["encoder"]["kernel"].shape[-1]
   logits = MLP(width=width).apply({"params": params}, data["image"])["logits"]
   arrays = np.asarray(logits), data["label"], np.ones((len(logits), 1))
-  return float(focal_loss_in_numpy(*arrays)), float(recall_in_numpy(*arrays))
+  return float(focal_loss_by_hand(*arrays)), float(recall_by_hand(*arrays))
 
 
 # %% 6. A Trainer joins model, data, losses and optimizer
@@ -721,13 +733,12 @@ def loop(trainer, state, batches):
 def plain_step(optimizer, params, opt_state, batch):
   """Returns new params, optimizer state and the loss, without any Kauldron."""
 
-  def focal_loss(params):
+  def loss_fn(params):
     logits = MLP().apply({"params": params}, batch["image"])["logits"]
-    one_hot = jax.nn.one_hot(batch["label"][:, 0], NUM_CLASSES)
-    p = (jax.nn.softmax(logits) * one_hot).sum(-1)
-    return jnp.mean(-(1 - p) * jnp.log(p))
+    mask = jnp.ones((len(logits), 1))
+    return focal_loss_by_hand(logits, batch["label"], mask, jnp)
 
-  loss, grads = jax.value_and_grad(focal_loss)(params)
+  loss, grads = jax.value_and_grad(loss_fn)(params)
   updates, opt_state = optimizer.update(grads, opt_state, params)
   return optax.apply_updates(params, updates), opt_state, loss
 
@@ -742,18 +753,15 @@ def readable_loop():
   cfg = get_config()
   cfg.workdir = run_dir("readable_loop")
   trained, aux = konfig.resolve(cfg).train()
-
   trainer = konfig.resolve(cfg)
   batches = list(itertools.islice(trainer.train_ds, NUM_STEPS + 1))
   stepped = loop(trainer, trainer.init_state(), batches)
-
   params = trainer.init_state().params
   optimizer = optax.adam(LEARNING_RATE)
   opt_state = optimizer.init(params)
   for batch in batches:
     before = params
     params, opt_state, loss = plain_step(optimizer, params, opt_state, batch)
-
   show("distance to trainstep.step", distance(trained, stepped))
   to_plain, step = distance(trained.params, params), distance(before, params)
   show("distance to plain JAX", f"{to_plain:.1e} (its last step: {step:.1e})")
@@ -891,14 +899,10 @@ def sweep():
 
 
 # %% 10. A run resumes where it stopped, if its data can
-class StripesSource:
-  """The training images as a PyGrain data source: a length and an index."""
-
-  def __len__(self):
-    return len(train_images()["label"])
-
-  def __getitem__(self, index):
-    return {key: value[index] for key, value in train_images().items()}
+def train_examples():
+  """Returns the training images one by one: all PyGrain needs is a sequence."""
+  images, labels = train_images().values()
+  return [{"image": x, "label": y} for x, y in zip(images, labels, strict=True)]
 
 
 def train_twice(cfg, name):
@@ -925,7 +929,7 @@ def resumed_run():
   half, facts = NUM_STEPS // 2, {}
   in_memory = get_config().train_ds
   pygrain = lazy_kd.data.py.DataSource(
-      data_source=lazy_tour.StripesSource(), batch_size=BATCH_SIZE,
+      data_source=lazy_tour.train_examples(), batch_size=BATCH_SIZE,
       shuffle=True, num_workers=0)
   for name, ds, goes_on_at in (("in_memory", in_memory, 0),
                                ("pygrain", pygrain, half)):
@@ -1186,7 +1190,7 @@ def data_pipeline():
   """
   cfg = get_config()
   cfg.train_ds = lazy_kd.data.py.DataSource(
-      data_source=lazy_tour.StripesSource(), batch_size=BATCH_SIZE,
+      data_source=lazy_tour.train_examples(), batch_size=BATCH_SIZE,
       shuffle=False, num_workers=0, transforms=[
           lazy_kd.data.Elements(keep=["image"], rename={"label": "angle"}),
           lazy_kd.data.ValueRange(
@@ -1276,11 +1280,11 @@ def public_surface(space, path="kd"):
       if hasattr(value, "__path__"):  # A namespace, not one of its modules.
         surface |= public_surface(value, below)
     elif home.startswith("kauldron"):
-      surface[below] = signature(value) or kind.__name__
+      init = kind.__init__ if dataclasses.is_dataclass(value) else value
+      surface[below] = signature(init) or kind.__name__
       for method, function in inspect.getmembers(kind, inspect.isroutine):
-        code = getattr(function, "__code__", None)
-        if (code and "kauldron" in code.co_filename
-            and not re.match(r"_[^_]|__init__", method)):
+        home = str(getattr(function, "__module__", ""))
+        if home.startswith("kauldron") and not re.match("_[^_]|__i", method):
           surface[f"{below}.{method}"] = signature(function)
   return surface
 
@@ -1333,8 +1337,7 @@ def compare(old, new):
     print(f"{len(pairs)} {title}")
     for key, (x, y) in pairs.items():
       print(wrap(f"  {key}: {x} -> {y}", 78))
-  print(f"Floats are equal within a relative {TOLERANCE}; the worst of those is"
-        f" off by {worst:.1g}.")
+  print(f"floats: equal within a relative {TOLERANCE}, at most {worst:.1g} off")
   return bool(facts or names)
 
 
@@ -1376,13 +1379,12 @@ def report(status):
     print("\nCompared with the baseline:")
     changed = compare(OPTIONS.baseline, new)
     status = status or (3 if changed else 0)
-  text = json.dumps(new, indent=1)
   if OPTIONS.report == "-":
-    print(text)
+    print(json.dumps(new, indent=1))
   elif OPTIONS.report:  # Whole or not at all.
     path = pathlib.Path(OPTIONS.report)
     written = path.with_name(f"{path.name}.{os.getpid()}")
-    written.write_text(text)
+    written.write_text(json.dumps(new, indent=1))
     written.replace(path)
   return status
 
