@@ -40,6 +40,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import textwrap
@@ -69,13 +70,11 @@ wrap = functools.partial(
 
 def section(title, imports=None):
   """Registers a section; the main program runs it here, after its `imports`."""
-
   def register(function):
     function.title, function.imports = title, imports
     if RUNS and function.__name__ in OPTIONS.sections:
       run_section(function)
     return function
-
   return register
 
 
@@ -147,6 +146,12 @@ def stop(sentence):
   sys.exit(2)
 
 
+def end_quietly(number, _):
+  """Ends a run that was told to, or whose reader is gone, and cleans up."""
+  os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+  sys.exit(128 + number)
+
+
 def parse_options(argv):
   """Returns the options; `sections` names the sections that are to run."""
   parser = argparse.ArgumentParser("kauldron_tour.py", epilog="Exit status: 0"
@@ -188,22 +193,27 @@ if not __debug__:
   stop("python -O strips the assertions this tour is made of: leave out -O.")
 if importlib.util.find_spec("kauldron") is None:
   stop("kauldron is not installed: `pip install -r requirements.txt` first.")
-if OPTIONS.workdir:
-  OPTIONS.workdir = pathlib.Path(OPTIONS.workdir).expanduser().absolute()
-  try:
+try:
+  tempfile.TemporaryFile().close()
+  if OPTIONS.workdir:
+    import fcntl  # Not on Windows.
+    OPTIONS.workdir = pathlib.Path(OPTIONS.workdir).expanduser().absolute()
     OPTIONS.workdir.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=OPTIONS.workdir).close()
-  except OSError as error:
-    stop(f"cannot write to --workdir {OPTIONS.workdir}: {error.strerror}.")
-if OPTIONS.baseline:
-  try:
-    report = json.loads(pathlib.Path(OPTIONS.baseline).read_text())
-    assert report["schema"] == SCHEMA, f"its schema is not {SCHEMA}"
-  except (OSError, ValueError, TypeError, KeyError, AssertionError) as error:
-    stop(f"cannot read --baseline {OPTIONS.baseline}: {error!r}.")
-  OPTIONS.baseline = report
-if not os.path.isdir(os.path.dirname(os.path.abspath(OPTIONS.report or "-"))):
-  stop(f"cannot write --report {OPTIONS.report}: there is no such directory.")
+    LOCK = os.open(OPTIONS.workdir, os.O_RDONLY)  # Held until the run ends.
+    fcntl.flock(LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  if OPTIONS.baseline:
+    OPTIONS.baseline = json.loads(pathlib.Path(OPTIONS.baseline).read_text())
+    assert OPTIONS.baseline["schema"] == SCHEMA, f"its schema is not {SCHEMA}"
+  if OPTIONS.report:
+    tempfile.TemporaryFile(dir=pathlib.Path(OPTIONS.report).parent).close()
+except BlockingIOError:
+  stop(f"another tour is running in --workdir {OPTIONS.workdir}.")
+except (OSError, ValueError, TypeError, KeyError, AssertionError) as error:
+  stop(f"cannot use --workdir, --baseline, --report or TMPDIR: {error!r}.")
+if RUNS and not IN_NOTEBOOK:
+  for name in {"SIGTERM", "SIGPIPE"}.intersection(dir(signal)):
+    signal.signal(getattr(signal, name), end_quietly)
 if RUNS:
   print(f"A tour of Kauldron: {len(OPTIONS.sections)} sections.", flush=True)
 
@@ -264,7 +274,6 @@ def where_we_are():
   versions = {name: importlib.metadata.version(name) for name in packages}
   show(f"python {sys.version.split()[0]}",
        ", ".join(f"{name} {version}" for name, version in versions.items()))
-  show("jax.devices()", jax.devices())
   for module, fault in PATCHES.items():
     show(f"patched {module}", fault)
   for module in (jax, flax, optax, np):  # What is imported is what is listed.
@@ -336,7 +345,6 @@ def config_references():
   A reference survives arithmetic and is read when the config is resolved. JSON
   stores values only: what is read back no longer follows.
   """
-
   def schedule(steps):
     return lazy_optax.warmup_cosine_decay_schedule(
         0.0, PEAK, warmup_steps=steps // 10, decay_steps=steps)
@@ -368,7 +376,6 @@ def config_references():
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy:
   """Scores any model: it knows two key paths and no class."""
-
   logits: kontext.Key = kontext.REQUIRED
   labels: kontext.Key = "batch.label"
 
@@ -448,7 +455,6 @@ def shape_checker():
   `*b` is any number of leading axes. Broadcasting makes it worth while: the
   wrong call below runs without the checker, and returns nonsense.
   """
-
   def centered(
       x: kt.Float["*b n"], mean: kt.Float["*b 1"], transpose: bool = False
   ) -> kt.Float["*b n"]:
@@ -481,7 +487,6 @@ with definitions():
     From Lin et al., "Focal loss for dense object detection", 2017; gamma = 0 is
     cross-entropy. The base class adds `mask`, `weight` and the mean.
     """
-
     logits: kontext.Key = kontext.REQUIRED
     labels: kontext.Key = kontext.REQUIRED
     gamma: float = 1.0
@@ -496,7 +501,6 @@ with definitions():
   @dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
   class BalancedAccuracy(kd.metrics.Metric):
     """Mean recall of the classes, in [0, 1], which no mean of batches gives."""
-
     logits: kontext.Key = kontext.REQUIRED
     labels: kontext.Key = kontext.REQUIRED
     mask: kontext.Key | None = None
@@ -505,7 +509,6 @@ with definitions():
     class State(kd.metrics.AutoState["BalancedAccuracy"]):
       hits: kt.Float["n"] = kd.metrics.sum_field()
       seen: kt.Float["n"] = kd.metrics.sum_field()
-
       def compute(self):  # Runs outside `jit`, so shapes may depend on values.
         occurs = self.seen > 0
         return jnp.mean(self.hits[occurs] / self.seen[occurs])
@@ -637,7 +640,6 @@ held_out_images = functools.partial(stripes, 256, seed=SEED + 1)
 
 class MLP(nn.Module):
   """Two dense layers; `image` is a key path, like those of a loss."""
-
   image: kontext.Key = kontext.REQUIRED
   width: int = WIDTH
 
@@ -706,12 +708,11 @@ def real_trainer():
   assert restored(cfg).step == NUM_STEPS, restored(cfg).step
 
   loss, accuracy = held_out_scores(state.params)
-  show("held-out loss", f"{loss_before:.3f} before, {loss:.3f} after")
-  show("held-out accuracy", f"{accuracy:.3f}")
+  show("held-out data", f"{loss=:.3f} (was {loss_before:.3f}) {accuracy=:.3f}")
   assert loss < loss_before / 10, (loss_before, loss)
   assert accuracy > 0.95, accuracy
-  return dict(loss=loss, accuracy=accuracy, steps_taken=steps[0],
-              last_checkpoint=saved[-1])
+  return dict(loss=loss, accuracy=accuracy, steps=str(steps), saved=str(saved),
+              params=" ".join(kontext.flatten_with_path(state.params)))
 
 
 # %% 7. The training loop is one you could write yourself
@@ -732,7 +733,6 @@ def loop(trainer, state, batches):
 @functools.partial(jax.jit, static_argnums=0)
 def plain_step(optimizer, params, opt_state, batch):
   """Returns new params, optimizer state and the loss, without any Kauldron."""
-
   def loss_fn(params):
     logits = MLP().apply({"params": params}, batch["image"])["logits"]
     mask = jnp.ones((len(logits), 1))
@@ -809,7 +809,6 @@ def inner_layer():
   norm = float(aux.compute().metric_values["metrics/norm"])
   histogram = aux.compute().summary_values["summaries/encoder"]
   show("norm, histogram", (norm, histogram.tensor.shape, histogram.num_buckets))
-
   dense = state_after(LOG_EVERY, get_config()).params["encoder"]
   *_, batch = itertools.islice(resolved(get_config()).train_ds, LOG_EVERY + 1)
   image = batch["image"].reshape(BATCH_SIZE, -1)
@@ -817,7 +816,8 @@ def inner_layer():
   by_hand = np.linalg.norm(output, axis=-1).mean()
   assert np.isclose(norm, by_hand, rtol=1e-4), (norm, by_hand)
   assert np.allclose(histogram.tensor, output.ravel(), atol=1e-4), output
-  return dict(norm=norm, buckets=histogram.num_buckets)
+  context = kontext.flatten_with_path(resolved(get_config()).context_specs)
+  return dict(norm=norm, context=" ".join(context))
 
 
 # %% 9. A sweep changes one line at a time
@@ -872,7 +872,7 @@ def sweep():
   A config is flat data once flattened, which shows what a variant changes
   before it costs anything. The base runs twice: no difference is by chance.
   """
-  base, curves, facts = kontext.flatten_with_path(get_config()), {}, {}
+  base, curves = kontext.flatten_with_path(get_config()), {}
   print(f"  {'variant':9} {'changed line':37} accuracy  loss over time")
   for name, change in VARIANTS.items():
     cfg = get_config()
@@ -883,10 +883,10 @@ def sweep():
     cfg.workdir = run_dir(f"sweep_{name}")
     state, _ = konfig.resolve(cfg).train()
     steps, curves[name] = read_events(cfg.workdir, "losses/total")
-    _, facts[name] = held_out_scores(state.params)
+    _, accuracy = held_out_scores(state.params)
     line = ", ".join(f"{path}={value}" for path, value in change.items())
     curve = sparkline(curves[name], curves["base"][0])
-    print(f"  {name:9} {line:37} {facts[name]:8.3f}  {curve}")
+    print(f"  {name:9} {line:37} {accuracy:8.3f}  {curve}")
   plot_curves("sweep", steps, curves)
 
   assert curves["again"] == curves["base"], curves["again"]
@@ -895,7 +895,7 @@ def sweep():
     # Nothing has been updated yet at step 0, so no optimizer shows there.
     same_start = curves[name][0] == curves["base"][0]
     assert same_start == (name in ("slow", "rmsprop")), name
-  return facts
+  return {name: curve[-1] for name, curve in curves.items()}
 
 
 # %% 10. A run resumes where it stopped, if its data can
@@ -927,11 +927,10 @@ def resumed_run():
   `DataSource` saves its position, and the run ends as if never interrupted.
   """
   half, facts = NUM_STEPS // 2, {}
-  in_memory = get_config().train_ds
   pygrain = lazy_kd.data.py.DataSource(
       data_source=lazy_tour.train_examples(), batch_size=BATCH_SIZE,
       shuffle=True, num_workers=0)
-  for name, ds, goes_on_at in (("in_memory", in_memory, 0),
+  for name, ds, goes_on_at in (("in_memory", get_config().train_ds, 0),
                                ("pygrain", pygrain, half)):
     cfg = get_config()
     cfg.train_ds = ds
@@ -1059,7 +1058,8 @@ def event_files():
   show("last line of the table", total)
   num_params = sum(x.size for x in jax.tree.leaves(state.params))
   assert total.startswith(f"Total: {num_params:,} "), (total, num_params)
-  return dict(total=total, shape=str(pixels.shape))
+  return dict(total=total, tags=" ".join(
+      computed.loss_values | computed.metric_values | computed.summary_values))
 
 
 # %% 15. One config line shards the model

@@ -5,12 +5,12 @@
 cd "$(dirname "$0")/.." || exit 2
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-table="python       status  last line"
+table="python        status  last line"
 worst=2
 for python in "$@"; do
   if ! "$python" -c '' 2>/dev/null; then
     table="$table
-$(printf '%-12s %6s  %s' "$python" - 'not found')"
+$(printf '%-13s %6s  %s' "$python" - 'not found')"
     continue
   fi
   echo "$python: installing and running ..."
@@ -19,7 +19,7 @@ $(printf '%-12s %6s  %s' "$python" - 'not found')"
   status=$?
   last=$(grep -E ' of [0-9]+ sections$|rror' "$work/tour.txt" | tail -n 1)
   table="$table
-$(printf '%-12s %6s  %s' "$python" "$status" "$last")"
+$(printf '%-13s %6s  %s' "$("$python" -V)" "$status" "$last")"
   if [ "$worst" = 2 ]; then worst=0; fi
   if [ "$status" != 0 ]; then worst=1; fi
   rm -rf "$work/.venv"

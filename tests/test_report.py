@@ -145,7 +145,7 @@ def test_a_baseline_that_cannot_be_read(script, tmp_path, text, word):
 def test_a_report_that_cannot_be_written(script):
   process = script("--only", "0", "--report", "no/such/folder/r.json")
   assert process.returncode == 2
-  assert "no such directory" in process.stderr
+  assert "No such file or directory" in process.stderr
 
 
 def test_public_surface(tour):

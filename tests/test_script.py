@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import pathlib
 import re
 
@@ -22,14 +23,34 @@ def _is_refused(process, *words):
   assert process.left_behind == []
 
 
-def test_whole_tour(script):
-  process = script("--strict")
+def test_whole_tour_and_then_nothing_has_changed(script):
+  process = script("--strict", "--report", "report.json")
   assert process.stderr == ""
   assert process.returncode == 0, process.stdout
   last = len(kauldron_tour.SECTIONS)
   assert f"{last} PASS, 0 SKIP, 0 FAIL of {last} sections" in process.stdout
   assert max(map(len, process.stdout.splitlines())) <= 80
   assert process.left_behind == []
+
+  process = script("--baseline", "report.json")
+  assert process.returncode == 0, process.stdout
+  assert "\n0 facts changed\n" in process.stdout
+  assert "\n0 public names changed\n" in process.stdout
+
+
+def test_another_folder_a_space_in_the_path_and_no_home(script, tmp_path):
+  copy = tmp_path / "a folder" / "kauldron_tour.py"
+  copy.parent.mkdir()
+  copy.write_text(SCRIPT.read_text())
+  home = os.environ.pop("HOME", None)
+  try:
+    process = script("--only", "1", "6", path="a folder/kauldron_tour.py")
+  finally:
+    if home:
+      os.environ["HOME"] = home
+  assert process.returncode == 0, process
+  assert process.stderr == ""
+  assert os.listdir(copy.parent) == [copy.name]
 
 
 def test_part_one_is_on_screen_before_tensorflow(script):
@@ -99,7 +120,7 @@ def test_a_failing_section_ends_with_1_and_the_others_run(script, tmp_path):
   assert process.returncode == 1, process
   assert process.stderr == ""
   assert "1 PASS, 0 SKIP, 1 FAIL of 2 sections" in process.stdout
-  assert 'three_updates(rebuilt) == expected' in process.stdout
+  assert "assert updates[0] == updates[1]" in process.stdout
   assert "--only config_tree" in process.stdout
 
 
