@@ -7,6 +7,9 @@ PYTHONS ?= python3.11 python3.12 python3.13
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+MYPY := --check-untyped-defs --ignore-missing-imports --follow-imports=skip \
+  --no-error-summary --disable-error-code name-defined \
+  --disable-error-code var-annotated --disable-error-code method-assign
 UV := $(shell command -v uv 2>/dev/null)
 
 # A .venv of another Python is neither used nor replaced without being told.
@@ -23,7 +26,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help tour test lint smoke matrix lock clean
+.PHONY: help tour test soak lint smoke matrix lock clean
 
 help:  ## Print the targets.
 	@sed -n 's/^\([a-z]*\):.*##/\1:/p' $(MAKEFILE_LIST) | \
@@ -35,9 +38,17 @@ tour: $(STAMP)  ## Run the tour.
 test: $(STAMP)  ## Run the tests.
 	@$(BIN)/python -m pytest tests
 
+soak: $(STAMP)  ## Kill twenty trainings and see each of them resume.
+	@SOAK_KILLS=20 $(BIN)/python -m pytest tests/test_crash.py -k killed -s
+
 lint: $(STAMP)  ## Check style, types of the plumbing, and spelling.
 	@$(BIN)/ruff check .
 	@$(BIN)/codespell kauldron_tour.py README.md Makefile tests
+	@mkdir -p .mypy_cache
+	@sed -e '/^# %% 1\. /,/^# %% Part II:/d' \
+	  -e '/^# %% The task of/,/^# %% The report/d' \
+	  kauldron_tour.py >.mypy_cache/plumbing.py
+	@$(BIN)/mypy $(MYPY) .mypy_cache/plumbing.py tests/smoke.py
 
 smoke: $(STAMP)  ## Say what CANDIDATE='jax==...' breaks or changes.
 	@$(BIN)/python tests/smoke.py $(CANDIDATE)
@@ -52,7 +63,8 @@ lock:  ## Compile requirements.txt again (needs uv).
 	  kauldron_tour.py tests/requirements.in
 
 clean:  ## Remove what make and the tests have made.
-	rm -rf $(VENV) .pytest_cache .ruff_cache __pycache__ tests/__pycache__
+	rm -rf $(VENV) .smoke .pytest_cache .ruff_cache .mypy_cache \
+	  __pycache__ tests/__pycache__
 
 # Installs only when requirements.txt is newer than the last installation.
 $(STAMP): requirements.txt

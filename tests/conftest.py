@@ -1,5 +1,7 @@
 """What all tests share: CPU only, and the tour as a module."""
 
+import functools
+import json
 import os
 import pathlib
 import subprocess
@@ -24,18 +26,34 @@ def tour(monkeypatch):
   return kauldron_tour
 
 
+def run_tour(folder, *arguments, python=(), path=ROOT / "kauldron_tour.py",
+             **environ):
+  """Runs the tour as a script in a folder, with an empty TMPDIR below it.
+
+  Returns the finished process, and in `left_behind` what is left in TMPDIR.
+  The settings that the tests make for this process are not handed on.
+  """
+  temporary = folder / "tmp"
+  temporary.mkdir(exist_ok=True)
+  ours = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+  process = subprocess.run(
+      [sys.executable, *python, path, *arguments], cwd=folder,
+      env=ours | {"TMPDIR": str(temporary)} | environ,
+      capture_output=True, text=True, check=False)
+  process.left_behind = list(temporary.iterdir())
+  return process
+
+
 @pytest.fixture
 def script(tmp_path):
-  """Runs the tour as a script, in an empty folder and with an empty TMPDIR."""
-  temporary = tmp_path / "tmp"
-  temporary.mkdir()
+  """Runs the tour as a script: `run_tour` in a folder of the test's own."""
+  return functools.partial(run_tour, tmp_path)
 
-  def run(*arguments, python=(), path=ROOT / "kauldron_tour.py", **environ):
-    process = subprocess.run(
-        [sys.executable, *python, path, *arguments],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-        env=os.environ | {"TMPDIR": str(temporary)} | environ)
-    process.left_behind = list(temporary.iterdir())
-    return process
 
-  return run
+@pytest.fixture(scope="session")
+def whole_tour(tmp_path_factory):
+  """The whole tour as a script: the finished process and its report."""
+  folder = tmp_path_factory.mktemp("whole")
+  process = run_tour(folder, "--strict", "--report", "report.json")
+  process.report_path = folder / "report.json"
+  return process, json.loads(process.report_path.read_text())

@@ -12,6 +12,7 @@ the candidate or the tour does not run with the pinned packages.
 """
 
 import hashlib
+import os
 import pathlib
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def baseline():
 def environment(folder, candidates):
   """Makes an environment with the candidates over this one's packages."""
   subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-  python = pathlib.Path(folder, "bin", "python")
+  python = os.path.join(folder, "bin", "python")
   purelib = subprocess.run(
       [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
       stdout=subprocess.PIPE, text=True, check=True).stdout.strip()

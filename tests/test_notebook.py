@@ -1,5 +1,6 @@
 """The tour in a real IPython kernel."""
 
+import json
 import pathlib
 
 import kauldron_tour
@@ -26,12 +27,18 @@ def _run(*cells, cwd):
   return texts, errors
 
 
-def test_pasted_whole(tmp_path):
-  after = "print(list(RESULTS) == SECTIONS, key_paths())"
-  (pasted, called), errors = _run(SOURCE, after, cwd=tmp_path)
+def test_pasted_whole_and_pasted_again(tmp_path, whole_tour):
+  facts = "print(json.dumps({k: v['facts'] for k, v in RESULTS.items()}))"
+  called = "print(list(RESULTS) == SECTIONS, key_paths())"
+  texts, errors = _run(SOURCE, facts, called, SOURCE, called, cwd=tmp_path)
   count = len(kauldron_tour.SECTIONS)
   assert errors == []
-  assert f"{count - 1} PASS, 1 SKIP, 0 FAIL of {count} sections" in pasted
-  assert "SKIP config_file: the tour was pasted" in pasted
-  assert "True {'paths'" in called
   assert list(tmp_path.iterdir()) == []
+  for pasted, called in ((texts[0], texts[2]), (texts[3], texts[4])):
+    assert f"{count - 1} PASS, 1 SKIP, 0 FAIL of {count} sections" in pasted
+    assert "SKIP config_file: the tour was pasted" in pasted
+    assert "True {'paths'" in called
+  for name, pasted in json.loads(texts[1]).items():
+    if name != "config_file":
+      as_script = whole_tour[1]["sections"][name]["facts"]
+      assert kauldron_tour.differences(as_script, pasted)[0] == {}

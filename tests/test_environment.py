@@ -1,0 +1,188 @@
+"""Strange but lawful surroundings: the tour passes, or says why it cannot."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import kauldron_tour
+import pytest
+
+SCRIPT = pathlib.Path(kauldron_tour.__file__)
+LIGHT = ["--only", "1", "3", "4"]
+
+
+def _passes(process, count):
+  assert process.stderr == ""
+  assert process.returncode == 0, process.stdout
+  assert f"{count} PASS, 0 SKIP, 0 FAIL" in process.stdout
+  assert process.left_behind == []
+
+
+def _bash(command, cwd):
+  """Runs a shell command in which $TOUR starts the tour's light sections."""
+  tour = f"{sys.executable} {SCRIPT} {' '.join(LIGHT)}"
+  return subprocess.run(
+      ["bash", "-c", command.replace("$TOUR", tour)], cwd=cwd,
+      capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("environ", [
+    {"LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": "ascii"},
+    {"TERM": "dumb", "COLUMNS": "40"},
+    {"COLUMNS": "200"},
+    {"PYTHONHASHSEED": "1"},
+    {"PYTHONHASHSEED": "2"},
+    {"PYTHONWARNINGS": "error"},
+    {"PYTHONDONTWRITEBYTECODE": "1"},
+    {"JAX_DISABLE_JIT": "1"},
+], ids=str)
+def test_environment_variables(script, environ):
+  _passes(script(*LIGHT, **environ), 3)
+
+
+def test_a_training_without_a_home_terminal_or_locale(script):
+  _passes(script(
+      "--only", "6", "10", HOME="/nonexistent", LANG="C", LC_ALL="C",
+      PYTHONIOENCODING="ascii", TERM="dumb", COLUMNS="40",
+      PYTHONWARNINGS="error", PYTHONDONTWRITEBYTECODE="1"), 2)
+
+
+@pytest.mark.parametrize("environ", [
+    {"JAX_ENABLE_X64": "1"},
+    {"JAX_DEBUG_NANS": "1"},
+    {"JAX_NUMPY_RANK_PROMOTION": "raise"},
+    {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+    {"JAX_NUM_CPU_DEVICES": "8"},
+], ids=str)
+def test_settings_of_jax(script, environ):
+  _passes(script("--only", "0", "8", "15", **environ), 3)
+
+
+@pytest.mark.parametrize("count", ["1", "3"])
+def test_devices_that_cannot_share_a_parameter(script, count):
+  process = script("--only", "6", "15", JAX_NUM_CPU_DEVICES=count)
+  assert process.returncode == 0, process.stdout
+  assert "1 PASS, 1 SKIP, 0 FAIL" in process.stdout
+  assert f"SKIP sharding: {count} devices" in process.stdout
+
+
+@pytest.mark.parametrize("platform", ["cuda", "nonsense"])
+def test_a_platform_that_is_not_there(script, platform):
+  process = script("--only", "1", JAX_PLATFORMS=platform)
+  assert process.returncode == 2
+  assert process.stderr.count("\n") == 1
+  assert platform in process.stderr
+
+
+def test_a_compilation_cache_of_the_callers_is_used_and_kept(script, tmp_path):
+  cache = tmp_path / "cache"
+  _passes(script("--only", "6", JAX_COMPILATION_CACHE_DIR=str(cache)), 1)
+  assert list(cache.iterdir())
+
+
+def test_no_network(tmp_path):
+  if subprocess.run(["unshare", "-n", "true"], check=False).returncode:
+    pytest.skip("unshare -n is not allowed here")
+  process = _bash("unshare -n $TOUR", tmp_path)
+  assert (process.returncode, process.stderr) == (0, ""), process
+
+
+@pytest.mark.parametrize("command, status", [
+    ("$TOUR <&-", 0),
+    ("$TOUR >out.txt && grep -q '3 PASS' out.txt", 0),
+    ("$TOUR | head -3; exit ${PIPESTATUS[0]}", 141),
+])
+def test_streams(tmp_path, command, status):
+  process = _bash(command, tmp_path)
+  assert (process.returncode, process.stderr) == (status, ""), process
+
+
+@pytest.mark.parametrize("name", ["renamed.py", "link.py"])
+def test_another_name(script, tmp_path, name):
+  path = tmp_path / name
+  if name == "link.py":
+    path.symlink_to(SCRIPT)
+  else:
+    path.write_text(SCRIPT.read_text())
+  _passes(script("--only", "6", "16", path=path), 2)
+
+
+def test_a_folder_that_cannot_be_written_and_an_ordinary_user(tmp_path):
+  if os.getuid() != 0:
+    pytest.skip("only root can become another user")
+  tmp_path.chmod(0o555)
+  try:
+    process = subprocess.run(
+        [sys.executable, SCRIPT, *LIGHT], user=65534, cwd=tmp_path, text=True,
+        capture_output=True, check=False)
+  except PermissionError:
+    pytest.skip("an ordinary user cannot run this Python")
+  assert (process.returncode, process.stderr) == (0, ""), process
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+  """A file system of 64 KiB, or of any size if it is read-only."""
+  folder = tmp_path / "disk"
+  folder.mkdir()
+
+  def mount(options):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder],
+                      check=False, capture_output=True).returncode:
+      pytest.skip("no file system can be mounted here")
+    return folder
+
+  yield mount
+  subprocess.run(["umount", folder], check=False, capture_output=True)
+
+
+def test_a_full_temporary_folder(script, small_disk):
+  process = script("--only", "6", TMPDIR=str(small_disk("size=64k")))
+  assert process.returncode == 2, process
+  assert process.stderr.count("\n") == 1
+  assert "TMPDIR" in process.stderr
+  assert process.left_behind == []
+
+
+def test_a_read_only_work_directory(script, small_disk):
+  folder = small_disk("ro")
+  process = script("--only", "6", "--workdir", str(folder))
+  assert process.returncode == 2, process
+  assert process.stderr.count("\n") == 1
+  assert "Read-only" in process.stderr
+
+
+def test_workdir_in_the_home_folder_and_again(script, tmp_path):
+  for number in ("", "_2"):
+    process = script("--only", "12", "--workdir", "~/out", HOME=str(tmp_path))
+    _passes(process, 1)
+    assert (tmp_path / "out" / f"moved{number}" / "rebuilt_run").exists()
+
+
+def test_two_tours_in_one_work_directory(tmp_path):
+  command = [sys.executable, SCRIPT, "--only", "6", "--workdir", tmp_path]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+    while "importing" not in first.stdout.readline():
+      pass
+    second = subprocess.run(
+        command, capture_output=True, text=True, check=False)
+    assert second.returncode == 2
+    assert "another tour" in second.stderr
+    first.communicate()
+  assert first.returncode == 0
+
+
+def test_sigterm_leaves_nothing(tmp_path):
+  command = [sys.executable, "-u", SCRIPT, "--only", "6", "9"]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True,
+                        env=os.environ | {"TMPDIR": str(tmp_path)}) as process:
+    while "[09/" not in process.stdout.readline():
+      pass
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+  assert process.returncode == 128 + signal.SIGTERM
+  assert list(tmp_path.iterdir()) == []
