@@ -409,7 +409,6 @@ def key_paths():
   context = {"batch": {"label": np.array([0, 2])}, "preds": None}
   logits = np.array([[2.0, 0.0, 1.0], [0.0, 1.0, 3.0]])
   plain, nested = logits, {"heads": [{"logits": -logits}, {"logits": logits}]}
-
   on_plain = CrossEntropy(logits="preds")(context | {"preds": plain})
   path = "preds.heads[1].logits"
   context["preds"] = nested
@@ -418,7 +417,6 @@ def key_paths():
   log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   by_hand = -log_probs[[0, 1], [0, 2]].mean()
   assert np.allclose([on_plain, on_nested], by_hand), (on_plain, on_nested)
-
   show("paths", list(kontext.flatten_with_path(context)))
   assert kontext.get_by_path(context, path) is logits, path
   changed = kontext.set_by_path(context, "**.logits", 0)  # `**`: at any depth.
@@ -835,8 +833,9 @@ def read_events(workdir, tag, collection="train"):
   """Returns the steps and the values that a run wrote under a tag."""
   from tensorboard.backend.event_processing import event_accumulator
   from tensorboard.util import tensor_util
-  path = os.path.join(workdir, collection)
-  tensors = event_accumulator.EventAccumulator(path).Reload().Tensors(tag)
+  events = event_accumulator.EventAccumulator(  # 0: keep all, not ten.
+      os.path.join(workdir, collection), size_guidance={"tensors": 0})
+  tensors = events.Reload().Tensors(tag)
   values = [tensor_util.make_ndarray(t.tensor_proto).tolist() for t in tensors]
   return [t.step for t in tensors], values
 
@@ -855,9 +854,10 @@ def plot_curves(name, steps, curves):
   picture = figure.Figure(figsize=(7, 4), layout="constrained")
   axes = picture.subplots()
   axes.set(xlabel="step", ylabel="training loss (nats)", yscale="log")
+  axes.spines[["top", "right"]].set_visible(False)
   for label, curve in curves.items():
     axes.plot(steps, curve, color="black", linewidth=0.8)
-    axes.annotate(label, (steps[-1], curve[-1]))
+    axes.annotate(f" {label}", (steps[-1], curve[-1]), va="center")
   if IN_NOTEBOOK:
     from IPython.display import display
     display(picture)
@@ -887,10 +887,10 @@ def sweep():
     line = ", ".join(f"{path}={value}" for path, value in change.items())
     curve = sparkline(curves[name], curves["base"][0])
     print(f"  {name:9} {line:37} {accuracy:8.3f}  {curve}")
+  again = curves.pop("again")
+  assert again == curves["base"] and len(steps) == 11, again
   plot_curves("sweep", steps, curves)
-
-  assert curves["again"] == curves["base"], curves["again"]
-  for name in VARIANTS.keys() - {"base", "again"}:
+  for name in curves.keys() - {"base"}:
     assert curves[name] != curves["base"], name
     # Nothing has been updated yet at step 0, so no optimizer shows there.
     same_start = curves[name][0] == curves["base"][0]
