@@ -73,8 +73,8 @@ def test_make_targets_exist():
 
 
 def test_versions():
-  pins = [requirements.Requirement(line) for line in REQUIREMENTS.splitlines()
-          if re.match(r"\w", line)]
+  pins = [requirements.Requirement(line.removesuffix(" \\"))
+          for line in REQUIREMENTS.splitlines() if re.match(r"\w", line)]
   for pythons, *versions in _table("Python | Kauldron | JAX | Flax"):
     for python in pythons.split(", "):
       environment = {"python_version": python,
