@@ -29,6 +29,7 @@ import builtins
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 import inspect
@@ -62,7 +63,7 @@ random_streams data_pipeline type_checkers
 SEED, NUM_CLASSES, WIDTH, BATCH_SIZE = 0, 4, 32, 48
 NUM_STEPS, LOG_EVERY, LEARNING_RATE, PEAK = 100, 10, 0.005, 0.1
 RESULTS = {}  # Section name -> title, status, seconds, reason, facts.
-INTERRUPT = "interrupted"  # By Ctrl-C: then no further section is started.
+INTERRUPTS = []  # Of Ctrl-C: after the first, no further section is started.
 IN_NOTEBOOK = hasattr(builtins, "__IPYTHON__")
 wrap = functools.partial(
     textwrap.fill, subsequent_indent="    ", break_on_hyphens=False)
@@ -80,7 +81,7 @@ def section(title, imports=None):
 
 def run_section(function):
   """Runs a section, prints how it ended and records that in RESULTS."""
-  if INTERRUPT in (result["reason"] for result in RESULTS.values()):
+  if INTERRUPTS:
     return
   name, claim = function.__name__, function.__doc__.splitlines()[0]
   print(f"\n[{SECTIONS.index(name):02}/{len(SECTIONS) - 1:02}] "
@@ -95,7 +96,8 @@ def run_section(function):
   except unittest.SkipTest as skip:
     status, reason = "SKIP", str(skip)
   except KeyboardInterrupt:
-    status, reason = "FAIL", INTERRUPT
+    status, reason = "FAIL", "interrupted"
+    INTERRUPTS.append(name)
   except Exception as error:  # Whatever it is, the other sections still run.
     status, reason = "FAIL", f"{type(error).__name__}: {error}"
     where = print_traceback(error)
@@ -118,7 +120,7 @@ def print_traceback(error):
   own = list(itertools.compress([*lines, last], ours))
   text = traceback.format_list(own if last in own else [*own, last])
   text += traceback.format_exception_only(error)
-  print(textwrap.indent("".join(text), "  "), end="")
+  print(textwrap.indent("\n".join("".join(text).splitlines()[:40]), "  "))
   packages, libraries = importlib.metadata.packages_distributions(), [""]
   for line in [*lines, last]:
     _, found, path = line.filename.rpartition("site-packages" + os.sep)
@@ -146,24 +148,27 @@ def stop(sentence):
   sys.exit(2)
 
 
-def end_quietly(number, _):
-  """Ends a run that was told to, or whose reader is gone, and cleans up."""
-  os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-  sys.exit(128 + number)
+def on_signal(number, frame):
+  """Ctrl-C ends the section that runs, another signal ends the whole run."""
+  if number != signal.SIGINT:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # No one may be listening.
+    sys.exit(128 + number)
+  INTERRUPTS.append(number)
+  stack = traceback.walk_stack(frame)
+  if any(caller.f_code is run_section.__code__ for caller, _ in stack):
+    raise KeyboardInterrupt
 
 
 def parse_options(argv):
   """Returns the options; `sections` names the sections that are to run."""
-  parser = argparse.ArgumentParser("kauldron_tour.py", epilog="Exit status: 0"
-      " passed, 1 a section failed, 2 wrong usage or environment,"
-      " 3 passed but not as in the baseline, 130 Ctrl-C.")
+  parser = argparse.ArgumentParser("kauldron_tour.py", epilog="A NAME may be a"
+      " number. Exit status: 0 passed, 1 a section failed, 2 wrong usage or"
+      " environment, 3 passed but not as in the baseline, 130 Ctrl-C.")
   parser.error = lambda message: stop(f"{message}; --help explains.")
   add = parser.add_argument
   add("--list", action="store_true", help="list the sections and exit")
-  add("--only", nargs="+", metavar="NAME", default=SECTIONS,
-      help="run these sections, by name or number")
-  add("--skip", nargs="+", metavar="NAME", default=[],
-      help="leave these sections out")
+  add("--only", nargs="+", metavar="NAME", default=SECTIONS, help="run these")
+  add("--skip", nargs="+", metavar="NAME", default=[], help="leave these out")
   add("--strict", action="store_true", help="a SKIP counts as a failure")
   add("--workdir", metavar="DIR", help="keep runs and pictures below DIR")
   add("--report", metavar="FILE", help="write a report as JSON; - is stdout")
@@ -212,8 +217,8 @@ except BlockingIOError:
 except (OSError, ValueError, TypeError, KeyError, AssertionError) as error:
   stop(f"cannot use --workdir, --baseline, --report or TMPDIR: {error!r}.")
 if RUNS and not IN_NOTEBOOK:
-  for name in {"SIGTERM", "SIGPIPE"}.intersection(dir(signal)):
-    signal.signal(getattr(signal, name), end_quietly)
+  for name in {"SIGINT", "SIGTERM", "SIGPIPE"}.intersection(dir(signal)):
+    signal.signal(getattr(signal, name), on_signal)
 if RUNS:
   print(f"A tour of Kauldron: {len(OPTIONS.sections)} sections.", flush=True)
 
@@ -327,7 +332,6 @@ def config_tree():
   text = cfg.to_json()
   show("cfg.to_json()", textwrap.fill(text, 72))
   rebuilt = konfig.resolve(json.loads(text))
-
   by_hand = optax.chain(optax.clip_by_global_norm(1.0),
                         optax.sgd(learning_rate=0.5, momentum=0.8))
   updates = [three_updates(x) for x in (rebuilt, by_hand, before)]
@@ -583,6 +587,7 @@ def import_quietly(module):
   if module in sys.modules:
     return
   print(f"  importing {module}", end=" ", flush=True)
+  importlib.import_module("absl.logging")  # It keeps the stderr that it finds.
   start, stderr = time.perf_counter(), os.dup(2)
   with tempfile.TemporaryFile("w") as said, contextlib.redirect_stderr(said):
     os.dup2(said.fileno(), 2)  # For what does not go through `sys.stderr`.
@@ -696,7 +701,6 @@ def real_trainer():
   trainer = konfig.resolve(cfg)
   loss_before, _ = held_out_scores(trainer.init_state().params)
   state, _ = trainer.train()
-
   steps = int(state.step), int(state.opt_state[0].count)
   saved = list(trainer.checkpointer.all_steps)
   show("steps taken by state, optimizer", steps)
@@ -704,7 +708,6 @@ def real_trainer():
   assert steps == (NUM_STEPS + 1, NUM_STEPS + 1), steps
   assert saved == [0, NUM_STEPS // 2, NUM_STEPS], saved
   assert restored(cfg).step == NUM_STEPS, restored(cfg).step
-
   loss, accuracy = held_out_scores(state.params)
   show("held-out data", f"{loss=:.3f} (was {loss_before:.3f}) {accuracy=:.3f}")
   assert loss < loss_before / 10, (loss_before, loss)
@@ -1163,7 +1166,6 @@ def random_streams():
   assert np.allclose(share, [1, 0.75, 0.75], atol=0.03), share
   expected = kept * batch["image"].ravel() / [[1], [0.75], [0.75]]
   assert np.allclose(preds, expected), np.abs(preds - expected).max()
-
   key = kd.random.PRNGKey(SEED).fold_in("dropout").fold_in(1).fold_in("train")
   again = trainer.model.apply({}, batch["image"], is_training_property=True,
                               rngs={"dropout": key})
@@ -1215,10 +1217,7 @@ def data_pipeline():
 # %% 19. The older type checker still agrees
 @section("The older type checker still agrees", "kauldron.typing")
 def type_checkers():
-  """`kauldron.typing` and `ktyping` read the same specs and judge alike.
-
-  One difference is known: unsigned integers are no `Int` to `kauldron.typing`.
-  """
+  """`kauldron.typing` judges as `ktyping` does, but for unsigned integers."""
   x, n, accepted = np.ones((2, 3), np.float32), np.ones(2, np.int32), {}
   calls = {
       "right": (x, n), "more axes": (x[None], n[None]),
@@ -1360,7 +1359,7 @@ def summary():
           print(wrap(f"  cause: {cause}", 78))
       print(f"  again: {name}()" if IN_NOTEBOOK else
             f"  again: python kauldron_tour.py --only {name}")
-  if INTERRUPT in (result["reason"] for result in RESULTS.values()):
+  if INTERRUPTS:
     return 130
   return int("FAIL" in ended or (OPTIONS.strict and "SKIP" in ended))
 
@@ -1374,7 +1373,7 @@ def report(status):
       "versions": {package.name: package.version for package
                    in reversed(list(importlib.metadata.distributions()))},
       "patches": PATCHES, "sections": RESULTS,
-      "surface": public_surface(kd) if trained else {}}
+      "surface": public_surface(kd) if trained and not INTERRUPTS else {}}
   if OPTIONS.baseline:
     print("\nCompared with the baseline:")
     changed = compare(OPTIONS.baseline, new)
@@ -1394,6 +1393,7 @@ if RUNS:
   if OPTIONS.report or OPTIONS.baseline:
     status = report(status)
   if not IN_NOTEBOOK:
+    gc.freeze()  # Taking everything apart would cost two seconds.
     sys.exit(status)
 elif __name__ == "__main__":
   for name in OPTIONS.sections:
