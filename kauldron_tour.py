@@ -154,8 +154,7 @@ def on_signal(number, frame):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # No one may be listening.
     sys.exit(128 + number)
   INTERRUPTS.append(number)
-  stack = traceback.walk_stack(frame)
-  if any(caller.f_code is run_section.__code__ for caller, _ in stack):
+  if run_section.__code__ in (x.f_code for x, _ in traceback.walk_stack(frame)):
     raise KeyboardInterrupt
 
 
@@ -199,7 +198,7 @@ if not __debug__:
 if importlib.util.find_spec("kauldron") is None:
   stop("kauldron is not installed: `pip install -r requirements.txt` first.")
 try:
-  tempfile.TemporaryFile().close()
+  assert shutil.disk_usage(tempfile.gettempdir()).free > 5e7, "too little room"
   if OPTIONS.workdir:
     import fcntl  # Not on Windows.
     OPTIONS.workdir = pathlib.Path(OPTIONS.workdir).expanduser().absolute()
@@ -217,13 +216,15 @@ except BlockingIOError:
 except (OSError, ValueError, TypeError, KeyError, AssertionError) as error:
   stop(f"cannot use --workdir, --baseline, --report or TMPDIR: {error!r}.")
 if RUNS and not IN_NOTEBOOK:
-  for name in {"SIGINT", "SIGTERM", "SIGPIPE"}.intersection(dir(signal)):
-    signal.signal(getattr(signal, name), on_signal)
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, on_signal)
+  sys.excepthook = lambda kind, *error: (
+      on_signal(signal.SIGPIPE, None) if kind is BrokenPipeError
+      else sys.__excepthook__(kind, *error))
 if RUNS:
   print(f"A tour of Kauldron: {len(OPTIONS.sections)} sections.", flush=True)
 
-# Configs name what this file defines as `kauldron_tour:MLP` and the like, also
-# where the file is a script or a cell and so goes by the name `__main__`.
+# So that configs say `kauldron_tour:MLP` also where this is called `__main__`.
 sys.modules["kauldron_tour"] = sys.modules[__name__]
 
 # Libraries read these when they are imported. What the caller has set stays.
@@ -933,8 +934,8 @@ def resumed_run():
   pygrain = lazy_kd.data.py.DataSource(
       data_source=lazy_tour.train_examples(), batch_size=BATCH_SIZE,
       shuffle=True, num_workers=0)
-  for name, ds, goes_on_at in (("in_memory", get_config().train_ds, 0),
-                               ("pygrain", pygrain, half)):
+  for name, ds, start in (("in_memory", get_config().train_ds, 0),
+                          ("pygrain", pygrain, half)):
     cfg = get_config()
     cfg.train_ds = ds
     whole, resumed = train_twice(cfg, name)
@@ -942,8 +943,7 @@ def resumed_run():
     show(f"{name}: distance to the run in one go", facts[name])
     # The same by hand, from the checkpoint on and with the batches expected.
     trainer, halfway = konfig.resolve(cfg), restored(cfg, step=half)
-    batches = itertools.islice(
-        trainer.train_ds, goes_on_at, goes_on_at + half + 1)
+    batches = itertools.islice(trainer.train_ds, start, start + half + 1)
     replayed = loop(trainer, halfway, batches)
     assert distance(resumed, replayed) == 0, distance(resumed, replayed)
   assert facts["pygrain"] == 0 < facts["in_memory"], facts

@@ -1,5 +1,6 @@
 """Strange but lawful surroundings: the tour passes, or says why it cannot."""
 
+import importlib.util
 import os
 import pathlib
 import signal
@@ -91,11 +92,12 @@ def test_no_network(tmp_path):
 
 
 @pytest.mark.parametrize("command, status", [
+    ("env -u HOME $TOUR", 0),
     ("$TOUR <&-", 0),
     ("$TOUR >out.txt && grep -q '3 PASS' out.txt", 0),
     ("$TOUR | head -3; exit ${PIPESTATUS[0]}", 141),
 ])
-def test_streams(tmp_path, command, status):
+def test_no_home_and_odd_streams(tmp_path, command, status):
   process = _bash(command, tmp_path)
   assert (process.returncode, process.stderr) == (status, ""), process
 
@@ -147,6 +149,18 @@ def test_a_full_temporary_folder(script, small_disk):
   assert process.left_behind == []
 
 
+def test_a_temporary_folder_with_a_space(script, tmp_path):
+  folder = tmp_path / "a folder"
+  folder.mkdir()
+  _passes(script("--only", "6", TMPDIR=str(folder)), 1)
+  assert list(folder.iterdir()) == []
+
+
+def test_a_read_only_current_folder(small_disk):
+  process = _bash("$TOUR", small_disk("ro"))
+  assert (process.returncode, process.stderr) == (0, ""), process
+
+
 def test_a_read_only_work_directory(script, small_disk):
   folder = small_disk("ro")
   process = script("--only", "6", "--workdir", str(folder))
@@ -186,3 +200,11 @@ def test_sigterm_leaves_nothing(tmp_path):
     process.communicate()
   assert process.returncode == 128 + signal.SIGTERM
   assert list(tmp_path.iterdir()) == []
+
+
+def test_the_installed_packages_agree_with_each_other():
+  command = [sys.executable, "-m", "pip", "check"]
+  if importlib.util.find_spec("pip") is None:  # As in what uv makes.
+    command = ["uv", "pip", "check", "--python", sys.executable]
+  check = subprocess.run(command, capture_output=True, text=True, check=False)
+  assert check.returncode == 0, check

@@ -1,10 +1,16 @@
 """Every section passes, alone and in any order, with facts for a report."""
 
 import json
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import kauldron_tour
 import pytest
+
+ROOT = pathlib.Path(kauldron_tour.__file__).parent
 
 
 @pytest.mark.parametrize("name", kauldron_tour.SECTIONS)
@@ -17,6 +23,28 @@ def test_section(tour, whole_tour, name):
   assert json.loads(json.dumps(facts)) == facts
   as_script = whole_tour[1]["sections"][name]["facts"]
   assert tour.differences(as_script, facts)[0] == {}
+
+
+def test_each_section_alone_in_a_process(tmp_path):
+  """Forked from a process with Kauldron imported, before JAX has started."""
+  driver = tmp_path / "driver.py"
+  driver.write_text(f"""if True:
+    import os, sys; sys.path.insert(0, {str(ROOT)!r})
+    import kauldron.train
+    for name in sys.argv[1:]:
+      pid = os.fork()
+      if not pid:
+        import kauldron_tour as tour
+        tour.run_section(getattr(tour, name))
+        os._exit(tour.RESULTS[name]["status"] != "PASS")
+      print(name, os.waitpid(pid, 0)[1], flush=True)
+  """)
+  process = subprocess.run(
+      [sys.executable, driver, *kauldron_tour.SECTIONS],
+      env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")},
+      capture_output=True, text=True, check=False)
+  ended = re.findall(r"^(\w+) (\d+)$", process.stdout, re.MULTILINE)
+  assert ended == [(name, "0") for name in kauldron_tour.SECTIONS], process
 
 
 @pytest.mark.parametrize("name", ["config_tree", "resumed_run"])
