@@ -3,9 +3,11 @@
 import importlib.util
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 
 import kauldron_tour
@@ -112,14 +114,17 @@ def test_another_name(script, tmp_path, name):
   _passes(script("--only", "6", "16", path=path), 2)
 
 
-def test_a_folder_that_cannot_be_written_and_an_ordinary_user(tmp_path):
+def test_a_folder_that_cannot_be_written_and_an_ordinary_user():
   if os.getuid() != 0:
     pytest.skip("only root can become another user")
-  tmp_path.chmod(0o555)
+  # The system's own interpreter, as root's may be out of reach.
+  version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+  python = shutil.which(version, path=os.defpath) or sys.executable
   try:
     process = subprocess.run(
-        [sys.executable, SCRIPT, *LIGHT], user=65534, cwd=tmp_path, text=True,
-        capture_output=True, check=False)
+        [python, SCRIPT, *LIGHT], user=65534, extra_groups=[], cwd="/",
+        env=os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")},
+        text=True, capture_output=True, check=False)
   except PermissionError:
     pytest.skip("an ordinary user cannot run this Python")
   assert (process.returncode, process.stderr) == (0, ""), process
@@ -176,7 +181,7 @@ def test_workdir_in_the_home_folder_and_again(script, tmp_path):
     assert (tmp_path / "out" / f"moved{number}" / "rebuilt_run").exists()
 
 
-def test_two_tours_in_one_work_directory(tmp_path):
+def test_two_tours_in_one_work_directory_and_in_two(tmp_path):
   command = [sys.executable, SCRIPT, "--only", "6", "--workdir", tmp_path]
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
     while "importing" not in first.stdout.readline():
@@ -185,6 +190,9 @@ def test_two_tours_in_one_work_directory(tmp_path):
         command, capture_output=True, text=True, check=False)
     assert second.returncode == 2
     assert "another tour" in second.stderr
+    command[-1] = tmp_path / "another"
+    third = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (third.returncode, third.stderr) == (0, "")
     first.communicate()
   assert first.returncode == 0
 
