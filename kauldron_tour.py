@@ -198,7 +198,7 @@ if not __debug__:
 if importlib.util.find_spec("kauldron") is None:
   stop("kauldron is not installed: `pip install -r requirements.txt` first.")
 try:
-  assert shutil.disk_usage(tempfile.gettempdir()).free > 5e7, "too little room"
+  assert shutil.disk_usage(tempfile.gettempdir()).free > 5e7, "TMPDIR is full"
   if OPTIONS.workdir:
     import fcntl  # Not on Windows.
     OPTIONS.workdir = pathlib.Path(OPTIONS.workdir).expanduser().absolute()
