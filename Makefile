@@ -59,7 +59,6 @@ matrix:  ## Run the tour in a new environment on each Python of PYTHONS.
 lock:  ## Compile requirements.txt again (needs uv).
 	@command -v uv >/dev/null || { echo "make: lock needs uv." >&2; exit 2; }
 	uv pip compile --quiet --universal --upgrade --generate-hashes \
-	  --no-emit-index-url \
 	  --custom-compile-command "make lock" --output-file requirements.txt \
 	  kauldron_tour.py tests/requirements.in
 
