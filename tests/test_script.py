@@ -119,6 +119,7 @@ def test_a_failing_section_ends_with_1_and_the_others_run(script, tmp_path):
   assert process.stderr == ""
   assert "1 PASS, 0 SKIP, 1 FAIL of 2 sections" in process.stdout
   assert "assert updates[0] == updates[1]" in process.stdout
+  assert process.left_behind == []
   assert "--only config_tree" in process.stdout
 
 
