@@ -1050,7 +1050,7 @@ def event_files():
   for tag, value in (computed.loss_values | computed.metric_values).items():
     steps, values = read_events(workdir, tag)
     show(tag, f"{values[-1]:.3f} at step {steps[-1]}")
-    assert (steps, values[-1]) == ([0, LOG_EVERY], value), (steps, values)
+    assert (steps, values[-1]) == ([0, LOG_EVERY], np.float32(value)), values
   _, images = read_events(workdir, "summaries/x")  # Width, height, PNG files.
   pixels = np.array([image.imread(io.BytesIO(png)) for png in images[-1][2:]])
   *_, batch = itertools.islice(resolved(get_config()).train_ds, LOG_EVERY + 1)

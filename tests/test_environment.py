@@ -61,7 +61,7 @@ def test_a_training_without_a_home_terminal_or_locale(script):
     {"JAX_NUM_CPU_DEVICES": "8"},
 ], ids=str)
 def test_settings_of_jax(script, environ):
-  _passes(script("--only", "0", "8", "15", **environ), 3)
+  _passes(script("--only", "0", "8", "14", "15", **environ), 4)
 
 
 @pytest.mark.parametrize("count", ["1", "3"])
