@@ -118,6 +118,12 @@ def test_a_broken_section_is_named_with_its_exception(capsys, tour, light):
       capsys.readouterr().out)
 
 
+def test_a_section_that_is_newly_skipped_counts_as_a_change(tour, light):
+  old, new = light[0], json.loads(json.dumps(light[0]))
+  new["sections"]["key_paths"].update(status="SKIP", reason="no reason")
+  assert tour.compare(old, new)
+
+
 @pytest.mark.parametrize("old, new, is_changed", [
     (1.0, 1.0005, False), (1.0, 1.01, True), (0.0, 0.0, False),
     (0.0, 1e-9, True), (1, 2, True), (True, 1.0, False), ("a", "b", True),

@@ -386,37 +386,35 @@ def _trains_otherwise_when_sharded(tour, monkeypatch):
   monkeypatch.setattr(kd.train.Trainer, "init_state", other)
 
 
-@breaks("config_file")
-def _ignores_an_override(tour, monkeypatch):
+def _changes_overrides(monkeypatch, change):
+  """Lets `change` edit config and overrides before the flags are applied."""
   apply = module_configdict._apply_overrides
 
-  def partly(config, overrides):
-    kept = {k: v for k, v in overrides.items() if "gamma" not in k}
-    return apply(config, overrides=kept)
+  def changed(config, overrides):
+    overrides = dict(overrides)
+    change(config, overrides)
+    return apply(config, overrides=overrides)
 
-  monkeypatch.setattr(module_configdict, "_apply_overrides", partly)
+  monkeypatch.setattr(module_configdict, "_apply_overrides", changed)
+
+
+@breaks("config_file")
+def _ignores_an_override(tour, monkeypatch):
+  _changes_overrides(monkeypatch, lambda config, overrides: overrides.pop(
+      "train_losses.focal.gamma"))
 
 
 @breaks("config_file")
 def _ignores_an_object(tour, monkeypatch):
-  apply = module_configdict._apply_overrides
-
-  def partly(config, overrides):
-    kept = {k: v for k, v in overrides.items() if not k.startswith("model")}
-    return apply(config, overrides=kept)
-
-  monkeypatch.setattr(module_configdict, "_apply_overrides", partly)
+  _changes_overrides(
+      monkeypatch, lambda config, overrides: overrides.pop("model"))
 
 
 @breaks("config_file")
 def _cuts_references(tour, monkeypatch):
-  apply = module_configdict._apply_overrides
-
-  def plain(config, overrides):
-    config.log_summaries_every = 10
-    return apply(config, overrides=overrides)
-
-  monkeypatch.setattr(module_configdict, "_apply_overrides", plain)
+  _changes_overrides(
+      monkeypatch,
+      lambda config, overrides: setattr(config, "log_summaries_every", 10))
 
 
 @breaks("random_streams")
