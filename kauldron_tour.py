@@ -230,6 +230,7 @@ sys.modules["kauldron_tour"] = sys.modules[__name__]
 # Libraries read these when they are imported. What the caller has set stays.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # Compile faster.
 if not sys.stderr.isatty():
   os.environ.setdefault("TQDM_DISABLE", "1")
 
@@ -562,7 +563,7 @@ def loss_and_metric():
     for part, by_hand in ((FocalLoss(**keys), focal_loss_by_hand),
                            (BalancedAccuracy(**keys), recall_by_hand)):
       whole, first, rest = (
-          part.get_state_from_context(context(rows, mask))
+          jax.jit(part.get_state_from_context)(context(rows, mask))
           for rows in (slice(30), slice(10), slice(10, 30)))
       value = first.merge(rest).compute()
       expected = by_hand(logits, labels, mask)
@@ -672,16 +673,32 @@ def get_config():
   return cfg
 
 
+def mlp_by_hand(params, image):
+  """Returns what encoder (num_images, width) and head of an MLP put out."""
+  encoder, head = map(jax.device_get, (params["encoder"], params["head"]))
+  encoded = image.reshape(len(image), -1) @ encoder["kernel"] + encoder["bias"]
+  return encoded, np.maximum(encoded, 0) @ head["kernel"] + head["bias"]
+
+
 def held_out_scores(params):
   """Returns focal loss (nats) and balanced accuracy on held-out images."""
   data = held_out_images()
-  width = params["encoder"]["kernel"].shape[-1]
-  logits = MLP(width=width).apply({"params": params}, data["image"])["logits"]
-  arrays = np.asarray(logits), data["label"], np.ones((len(logits), 1))
+  _, logits = mlp_by_hand(params, data["image"])
+  arrays = logits, data["label"], np.ones((len(logits), 1))
   return float(focal_loss_by_hand(*arrays)), float(recall_by_hand(*arrays))
 
 
 # %% 6. A Trainer joins model, data, losses and optimizer
+@functools.cache
+def base_run():
+  """Trains the base config, once; returns the config, the state and aux."""
+  cfg = get_config()
+  cfg.workdir = run_dir("base")  # Absolute, or the first checkpoint fails.
+  cfg.checkpointer = lazy_kd.ckpts.Checkpointer(
+      save_interval_steps=NUM_STEPS // 2)
+  return cfg, *konfig.resolve(cfg).train()
+
+
 def restored(cfg, step=-1):
   """Returns the state that a run saved at a step, by default at its last."""
   trainer = konfig.resolve(cfg)  # A trainer that has trained cannot restore.
@@ -695,13 +712,9 @@ def real_trainer():
   `num_train_steps=N` runs steps 0 to N. The state that is returned has taken
   N + 1 steps; a checkpoint labelled K holds the state before step K.
   """
-  cfg = get_config()
-  cfg.workdir = run_dir("real_trainer")  # Absolute, or a checkpoint fails.
-  cfg.checkpointer = lazy_kd.ckpts.Checkpointer(
-      save_interval_steps=NUM_STEPS // 2)
+  cfg, state, _ = base_run()
   trainer = konfig.resolve(cfg)
   loss_before, _ = held_out_scores(trainer.init_state().params)
-  state, _ = trainer.train()
   steps = int(state.step), int(state.opt_state[0].count)
   saved = list(trainer.checkpointer.all_steps)
   show("steps taken by state, optimizer", steps)
@@ -720,7 +733,8 @@ def real_trainer():
 # %% 7. The training loop is one you could write yourself
 def distance(tree, other):
   """Returns the largest absolute difference between two trees' leaves."""
-  difference = jax.tree.map(lambda x, y: jnp.abs(x - y).max(), tree, other)
+  difference = jax.tree.map(
+      lambda x, y: np.abs(np.subtract(x, y)).max(), tree, other)
   return float(max(jax.tree.leaves(difference)))
 
 
@@ -752,9 +766,7 @@ def readable_loop():
   The first two run the same program and agree bit for bit. The third shares
   only the batches and the first parameters, and agrees to rounding.
   """
-  cfg = get_config()
-  cfg.workdir = run_dir("readable_loop")
-  trained, aux = konfig.resolve(cfg).train()
+  cfg, trained, aux = base_run()
   trainer = konfig.resolve(cfg)
   batches = list(itertools.islice(trainer.train_ds, NUM_STEPS + 1))
   stepped = loop(trainer, trainer.init_state(), batches)
@@ -811,10 +823,9 @@ def inner_layer():
   norm = float(aux.compute().metric_values["metrics/norm"])
   histogram = aux.compute().summary_values["summaries/encoder"]
   show("norm, histogram", (norm, histogram.tensor.shape, histogram.num_buckets))
-  dense = state_after(LOG_EVERY, get_config()).params["encoder"]
+  params = state_after(LOG_EVERY, get_config()).params
   *_, batch = itertools.islice(resolved(get_config()).train_ds, LOG_EVERY + 1)
-  image = batch["image"].reshape(BATCH_SIZE, -1)
-  output = image @ np.array(dense["kernel"]) + np.array(dense["bias"])
+  output, _ = mlp_by_hand(params, batch["image"])
   by_hand = np.linalg.norm(output, axis=-1).mean()
   assert np.isclose(norm, by_hand, rtol=1e-4), (norm, by_hand)
   assert np.allclose(histogram.tensor, output.ravel(), atol=1e-4), output
@@ -876,13 +887,15 @@ def sweep():
   A config is flat data once flattened, which shows what a variant changes
   before it costs anything. The base runs twice: no difference is by chance.
   """
-  base, curves = kontext.flatten_with_path(get_config()), {}
+  base = get_config()
+  base.num_train_steps, base.log_metrics_every = NUM_STEPS // 5, 1
+  flat, curves = kontext.flatten_with_path(base), {}
   print(f"  {'variant':9} {'changed line':37} accuracy  loss over time")
   for name, change in VARIANTS.items():
-    cfg = get_config()
+    cfg = base.copy_and_resolve_references()
     for path, value in change.items():
       kontext.set_by_path(cfg, path, value)
-    changed = set(kontext.flatten_with_path(cfg).items()) ^ set(base.items())
+    changed = set(kontext.flatten_with_path(cfg).items()) ^ set(flat.items())
     assert {path for path, _ in changed} == set(change), changed
     cfg.workdir = run_dir(f"sweep_{name}")
     state, _ = konfig.resolve(cfg).train()
@@ -892,7 +905,7 @@ def sweep():
     curve = sparkline(curves[name], curves["base"][0])
     print(f"  {name:9} {line:37} {accuracy:8.3f}  {curve}")
   again = curves.pop("again")
-  assert again == curves["base"] and len(steps) == 11, again
+  assert again == curves["base"] and len(steps) == NUM_STEPS // 5 + 1, again
   plot_curves("sweep", steps, curves)
   for name in curves.keys() - {"base"}:
     assert curves[name] != curves["base"], name
@@ -909,20 +922,6 @@ def train_examples():
   return [{"image": x, "label": y} for x, y in zip(images, labels, strict=True)]
 
 
-def train_twice(cfg, name):
-  """Returns the states of a run in one go and of one that stops halfway."""
-  half = NUM_STEPS // 2
-  cfg.checkpointer = lazy_kd.ckpts.Checkpointer(save_interval_steps=half)
-  cfg.workdir = run_dir(f"{name}_whole")
-  whole, _ = konfig.resolve(cfg).train()
-  cfg.workdir = run_dir(f"{name}_resumed")
-  cfg.stop_after_steps = half + 1  # With a checkpoint before the last of them.
-  konfig.resolve(cfg).train()
-  cfg.stop_after_steps = None
-  resumed, _ = konfig.resolve(cfg).train()
-  return whole, resumed
-
-
 @section("A run resumes where it stopped, if its data can", TRAIN)
 def resumed_run():
   """A checkpoint restores bit for bit; whether the batches go on is the data's.
@@ -930,23 +929,28 @@ def resumed_run():
   `InMemoryPipeline` starts over with its first batch after a resume. A PyGrain
   `DataSource` saves its position, and the run ends as if never interrupted.
   """
-  half, facts = NUM_STEPS // 2, {}
   pygrain = lazy_kd.data.py.DataSource(
       data_source=lazy_tour.train_examples(), batch_size=BATCH_SIZE,
       shuffle=True, num_workers=0)
-  for name, ds, start in (("in_memory", get_config().train_ds, 0),
-                          ("pygrain", pygrain, half)):
+  half, facts = LOG_EVERY, {}
+  for name, ds in (("pygrain", pygrain), ("in_memory", get_config().train_ds)):
     cfg = get_config()
-    cfg.train_ds = ds
-    whole, resumed = train_twice(cfg, name)
+    cfg.train_ds, cfg.num_train_steps = ds, 2 * half
+    whole = state_after(2 * half + 1, cfg)
+    cfg.checkpointer = lazy_kd.ckpts.Checkpointer(save_interval_steps=half)
+    cfg.workdir = run_dir(f"resumed_{name}")
+    cfg.stop_after_steps = half + 1  # With a checkpoint before the last step.
+    konfig.resolve(cfg).train()
+    cfg.stop_after_steps = None
+    resumed, _ = konfig.resolve(cfg).train()
     facts[name] = distance(resumed, whole)
     show(f"{name}: distance to the run in one go", facts[name])
-    # The same by hand, from the checkpoint on and with the batches expected.
-    trainer, halfway = konfig.resolve(cfg), restored(cfg, step=half)
-    batches = itertools.islice(trainer.train_ds, start, start + half + 1)
-    replayed = loop(trainer, halfway, batches)
-    assert distance(resumed, replayed) == 0, distance(resumed, replayed)
   assert facts["pygrain"] == 0 < facts["in_memory"], facts
+  # The same by hand: from the checkpoint on, but with the first batches.
+  trainer, halfway = konfig.resolve(cfg), restored(cfg, step=half)
+  batches = itertools.islice(trainer.train_ds, half + 1)
+  replayed = loop(trainer, halfway, batches)
+  assert distance(resumed, replayed) == 0, distance(resumed, replayed)
   return facts
 
 
@@ -984,9 +988,9 @@ def rebuilt_run():
   `train()` writes both. The last checkpoint is older than the last step, which
   is therefore taken again, to end with the same predictions.
   """
-  checkpointer = lazy_kd.ckpts.Checkpointer(save_interval_steps=LOG_EVERY)
-  workdir, trained, _ = short_run("rebuilt_run", checkpointer=checkpointer)
-  workdir = pathlib.Path(shutil.move(workdir, run_dir("moved")))
+  cfg, trained, _ = base_run()
+  workdir = pathlib.Path(run_dir("moved"))
+  shutil.copytree(cfg.workdir, workdir, dirs_exist_ok=True)
   cfg = konfig.ConfigDict(json.loads((workdir / "config.json").read_text()))
   cfg.workdir = str(workdir)
   trainer, state = konfig.resolve(cfg), restored(cfg)
@@ -998,7 +1002,7 @@ def rebuilt_run():
   expected = MLP().apply({"params": trained.params}, image)
   found = step, distance(preds, expected), distance(state, trained)
   show("step restored; distance of preds, of states", found)
-  assert found == (LOG_EVERY, 0, 0), found
+  assert found == (NUM_STEPS, 0, 0), found
   return dict(step=step, files=" ".join(sorted(os.listdir(workdir))))
 
 
@@ -1011,10 +1015,8 @@ def partial_training():
   alone what its mask does not select. `PartialKauldronLoader`, for parts of
   another model, needs an orbax module that may not be there: it is just tried.
   """
-  checkpointer = lazy_kd.ckpts.Checkpointer(save_interval_steps=LOG_EVERY)
-  workdir, *_ = short_run("pretrained", checkpointer=checkpointer)
-  source = state_after(LOG_EVERY, get_config()).params
-  cfg = get_config()
+  pretrained, cfg = base_run()[0], get_config()
+  source, workdir = restored(pretrained).params, pretrained.workdir
   cfg.init_transform = lazy_kd.ckpts.SimpleCheckpointLoader(workdir=workdir)
   cfg.optimizer = lazy_kd.optim.partial_updates(
       lazy_optax.adam(LEARNING_RATE), mask=lazy_kd.optim.select("head"))
