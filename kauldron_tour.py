@@ -11,9 +11,9 @@
 """A tour of Kauldron, the JAX training library, that proves what it says.
 
 Read it from top to bottom beside its output. Every section makes one claim,
-shows it in a few lines and asserts it, so that a section which passes is true
-of the versions you have installed. It is not a reference, not a benchmark and
-not a good model: the data is synthetic and everything trains on a CPU.
+shows it in a few lines and asserts it, so that what passes is true of the
+versions you have installed. It is not a reference, not a benchmark and not a
+good model: the data is synthetic and everything trains on a CPU.
 
 Run (about 40 seconds on two cores, 5 of them importing TensorFlow):
 
@@ -26,6 +26,7 @@ Run (about 40 seconds on two cores, 5 of them importing TensorFlow):
 import argparse
 import atexit
 import builtins
+from collections.abc import Generator
 import contextlib
 import dataclasses
 import functools
@@ -36,12 +37,14 @@ import inspect
 import io
 import itertools
 import json
-import linecache
+import math
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -54,44 +57,47 @@ import warnings
 # Short names used throughout: cfg (config), ds (dataset), preds (what a model
 # returned), interms (what its inner layers returned), aux (auxiliaries: states
 # of losses, metrics and summaries), kt (kauldron.ktyping).
-SECTIONS = """
-where_we_are config_tree config_references key_paths shape_checker
+SECTIONS = """where_we_are config_tree config_references key_paths shape_checker
 loss_and_metric real_trainer readable_loop inner_layer sweep resumed_run
 evaluators rebuilt_run partial_training event_files sharding config_file
-random_streams data_pipeline type_checkers
-""".split()
+random_streams data_pipeline type_checkers""".split()
 SEED, NUM_CLASSES, WIDTH, BATCH_SIZE = 0, 4, 32, 48
 NUM_STEPS, LOG_EVERY, LEARNING_RATE, PEAK = 100, 10, 0.005, 0.1
-RESULTS = {}  # Section name -> title, status, seconds, reason, facts.
 INTERRUPTS = []  # Of Ctrl-C: after the first, no further section is started.
 IN_NOTEBOOK = hasattr(builtins, "__IPYTHON__")
+PROGRESS = None  # A notebook's bar: sections that have ended, of all.
 wrap = functools.partial(
     textwrap.fill, subsequent_indent="    ", break_on_hyphens=False)
 
+class Results(dict):
+  """Section name -> title, status, seconds, reason, facts. Shows as a table."""
+  def __repr__(self):
+    return "\n".join([f"{'':8}{'seconds':>8}  what was proved", *(
+        f"  {x['status']:4} {x['seconds']:9.1f}  {SECTIONS.index(name):2} "
+        f"{x['title']}" for name, x in self.items())])
 
-def section(title, imports=None):
-  """Registers a section; the main program runs it here, after its `imports`."""
+RESULTS = Results()
+
+def section(title):
+  """Registers a section, which the main program runs here."""
   def register(function):
-    function.title, function.imports = title, imports
+    function.title = title
     if RUNS and function.__name__ in OPTIONS.sections:
       run_section(function)
     return function
   return register
 
-
 def run_section(function):
   """Runs a section, prints how it ended and records that in RESULTS."""
-  if INTERRUPTS:
-    return
   name, claim = function.__name__, function.__doc__.splitlines()[0]
+  if INTERRUPTS not in ([], [name]):  # Of a notebook, its cell may run again.
+    return
+  INTERRUPTS.clear()
   print(f"\n[{SECTIONS.index(name):02}/{len(SECTIONS) - 1:02}] "
         f"{function.title}\n  {claim}", flush=True)
   status, reason, facts, where = "PASS", "", {}, {}
   start = time.perf_counter()
   try:
-    if function.imports:
-      import_quietly(function.imports)
-    start = time.perf_counter()
     facts = function()
   except unittest.SkipTest as skip:
     status, reason = "SKIP", str(skip)
@@ -104,31 +110,27 @@ def run_section(function):
   seconds = time.perf_counter() - start
   RESULTS[name] = {"title": function.title, "status": status, "facts": facts,
                    "seconds": seconds, "reason": reason, **where}
-  short = (f"{key}: {textwrap.shorten(str(value), 44, placeholder='...')}"
-           for key, value in facts.items())
   if facts:
-    print(wrap("  facts: " + ", ".join(short), 78))
+    print(wrap("  facts: " + ", ".join(
+        f"{key}: {textwrap.shorten(str(value), 44, placeholder='...')}"
+        for key, value in facts.items()), 78))
   reason = reason.partition("\n")[0]
   print(f"  {status} {seconds:.1f}s {reason}".rstrip(), flush=True)
-
+  if PROGRESS:
+    PROGRESS.progress = len(RESULTS)
 
 def print_traceback(error):
   """Prints the tour's frames and the last one; returns where that was."""
   trace = error.__traceback__.tb_next  # Without `run_section`.
   ours = [frame.f_globals is globals() for frame, _ in traceback.walk_tb(trace)]
-  *lines, last = traceback.extract_tb(trace)
-  own = list(itertools.compress([*lines, last], ours))
-  text = traceback.format_list(own if last in own else [*own, last])
+  lines = traceback.extract_tb(trace)
+  own = list(itertools.compress(lines, ours))
+  text = traceback.format_list(own + [lines[-1]] * (not ours[-1]))
   text += traceback.format_exception_only(error)
   print(textwrap.indent("\n".join("".join(text).splitlines()[:40]), "  "))
-  packages, libraries = importlib.metadata.packages_distributions(), [""]
-  for line in [*lines, last]:
-    _, found, path = line.filename.rpartition("site-packages" + os.sep)
-    for name in packages.get(path.split(os.sep)[0], [])[:bool(found)]:
-      version = importlib.metadata.version(name)
-      libraries.append(f"{name} {version}, {line.name}")
-  return {"frame": f"{own[-1].name}: {own[-1].line}", "library": libraries[-1]}
-
+  path = lines[-1].filename.rpartition(f"site-packages{os.sep}")[2]
+  return {"frame": f"{own[-1].name}: {own[-1].line}",
+          "library": f"{path}, {lines[-1].name}"}
 
 def show(label, value):
   """Prints `label => value`, below the label if it is long or has lines."""
@@ -138,15 +140,51 @@ def show(label, value):
     text = textwrap.indent(lines, "    ")
   print(f"  {label} => {text}")
 
+@functools.cache
+def temporary_dir():
+  """Returns the path of a directory that is removed at exit, no sooner."""
+  path = tempfile.mkdtemp(prefix="kauldron_tour_")
+  atexit.register(shutil.rmtree, path, ignore_errors=True)
+  return path
+
+def draw(name, curves, **axes):
+  """Draws label -> (steps, values >= 0) as text, and if it can as a picture."""
+  top = max(max(y) for _, y in curves.values())
+  for label, (_, y) in curves.items():
+    dots = "".join(" .:-=+*#@"[int(8 * value / top)] for value in y)
+    print(f"  {label:9} |{dots}|")
+  if not (importlib.util.find_spec("matplotlib") and (
+      IN_NOTEBOOK or OPTIONS.workdir)):
+    return
+  from matplotlib import figure
+  picture, height = figure.Figure(figsize=(7, 4), layout="constrained"), -top
+  plot = picture.subplots()
+  plot.set(**axes)
+  plot.spines[["top", "right"]].set_visible(False)
+  plot.locator_params(axis="x", integer=True)  # There is no step 2.5.
+  plot.set_prop_cycle(linestyle=["-", "--", ":", "-."])
+  for label, (x, y) in sorted(curves.items(), key=lambda item: item[1][1][-1]):
+    plot.plot(x, y, color="black", linewidth=0.8)
+    height = max(y[-1], height + 0.05 * top)  # Labels do not overlap.
+    plot.annotate(f" {label}", (x[-1], height), va="center")
+  path = pathlib.Path(OPTIONS.workdir or temporary_dir(), f"{name}.png")
+  picture.savefig(path)
+  if IN_NOTEBOOK:
+    from IPython import display
+    display.display(display.Image(path))
 
 # %% 0. Where we are
+class CannotRun(RuntimeError):
+  """Ends a cell; IPython shows its sentence in place of a traceback."""
+  def _render_traceback_(self):
+    return [f"kauldron_tour: {self}"]
+
 def stop(sentence):
   """Ends a run that cannot start: one sentence, exit status 2."""
   if IN_NOTEBOOK:
-    raise RuntimeError(sentence)
+    raise CannotRun(sentence)
   print(f"kauldron_tour: {sentence}", file=sys.stderr)
   sys.exit(2)
-
 
 def on_signal(number, frame):
   """Ctrl-C ends the section that runs, another signal ends the whole run."""
@@ -156,7 +194,6 @@ def on_signal(number, frame):
   INTERRUPTS.append(number)
   if run_section.__code__ in (x.f_code for x, _ in traceback.walk_stack(frame)):
     raise KeyboardInterrupt
-
 
 def parse_options(argv):
   """Returns the options; `sections` names the sections that are to run."""
@@ -184,6 +221,35 @@ def parse_options(argv):
     stop("--only and --skip leave no section to run.")
   return options
 
+# What the block at the top of the file asks for.
+REQUIREMENTS = """kauldron>=1.4.2 jax flax optax etils numpy
+google-cloud-bigquery>=3.20""".split()
+
+def versions():
+  """Returns the name of each installed package -> its version."""
+  return {package.name: package.version for package
+          in reversed(list(importlib.metadata.distributions()))}
+
+def install():
+  """Installs Kauldron where this is a notebook, and else says how to."""
+  command = [sys.executable, "-m", "pip", "install", *REQUIREMENTS]
+  if not IN_NOTEBOOK:
+    stop("kauldron is not installed: with Python 3.11 to 3.13, "
+         f"`{shlex.join(command)}` installs it.")
+  print("Kauldron is not installed. Installing it takes minutes.", flush=True)
+  before = versions()
+  pip = subprocess.run(command, capture_output=True, text=True, check=False)
+  if pip.returncode:
+    reason = re.search(r"(?im)^error.*|.*\Z", pip.stderr.strip())[0]
+    stop(f"pip could not install Kauldron: {reason}")
+  importlib.invalidate_caches()
+  homes = importlib.metadata.packages_distributions()
+  changed = dict(before.items() - versions().items()).keys()
+  replaced = {name for module in homes.keys() & sys.modules.keys()
+              for name in changed & homes[module]}
+  if replaced:
+    stop("restart the runtime and run this again: pip replaced "
+         f"{', '.join(sorted(replaced))}, which had been imported.")
 
 # A script owns its arguments. Those of a notebook's kernel are not for us.
 IS_SCRIPT = os.path.realpath(sys.argv[0]) == os.path.realpath(
@@ -195,37 +261,40 @@ if sys.version_info < (3, 11):
   stop(f"Python {sys.version.split()[0]} is too old: use 3.11 to 3.13.")
 if not __debug__:
   stop("python -O strips the assertions this tour is made of: leave out -O.")
-if importlib.util.find_spec("kauldron") is None:
-  stop("kauldron is not installed: `pip install -r requirements.txt` first.")
+try:
+  importlib.import_module("kauldron")
+except ModuleNotFoundError:
+  install()
 try:
   assert shutil.disk_usage(tempfile.gettempdir()).free > 5e7, "TMPDIR is full"
   if OPTIONS.workdir:
-    import fcntl  # Not on Windows.
     OPTIONS.workdir = pathlib.Path(OPTIONS.workdir).expanduser().absolute()
     OPTIONS.workdir.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=OPTIONS.workdir).close()
-    LOCK = os.open(OPTIONS.workdir, os.O_RDONLY)  # Held until the run ends.
-    fcntl.flock(LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
   if OPTIONS.baseline:
     OPTIONS.baseline = json.loads(pathlib.Path(OPTIONS.baseline).read_text())
     assert OPTIONS.baseline["schema"] == SCHEMA, f"its schema is not {SCHEMA}"
   if OPTIONS.report:
     tempfile.TemporaryFile(dir=pathlib.Path(OPTIONS.report).parent).close()
-except BlockingIOError:
-  stop(f"another tour is running in --workdir {OPTIONS.workdir}.")
 except (OSError, ValueError, TypeError, KeyError, AssertionError) as error:
   stop(f"cannot use --workdir, --baseline, --report or TMPDIR: {error!r}.")
-if RUNS and not IN_NOTEBOOK:
+if RUNS and IN_NOTEBOOK:
+  from IPython.display import ProgressBar
+  PROGRESS = ProgressBar(len(OPTIONS.sections))
+  PROGRESS.display()
+elif RUNS:
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, on_signal)
   sys.excepthook = lambda kind, *error: (
       on_signal(signal.SIGPIPE, None) if kind is BrokenPipeError
       else sys.__excepthook__(kind, *error))
-if RUNS:
   print(f"A tour of Kauldron: {len(OPTIONS.sections)} sections.", flush=True)
 
 # So that configs say `kauldron_tour:MLP` also where this is called `__main__`.
 sys.modules["kauldron_tour"] = sys.modules[__name__]
+if IN_NOTEBOOK and IS_SCRIPT:  # `%run` takes the module's own name away.
+  sys.modules[__name__].__class__ = type(
+      "Tour", (type(sys),), {"__name__": "kauldron_tour"})
 
 # Libraries read these when they are imported. What the caller has set stays.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -239,9 +308,7 @@ import flax
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from kauldron import kd  # Lazy: `kd.train` is imported at its first use.
-from kauldron import konfig
-from kauldron import kontext
+from kauldron import kd, konfig, kontext  # kd is lazy: no TensorFlow yet.
 import numpy as np
 import optax
 
@@ -257,20 +324,24 @@ except (RuntimeError, AssertionError):
 
 PATCHES = {}  # What was mended -> the fault that made it necessary.
 
+def patch():
+  """Mends what keeps Kauldron from running here, if that shows up when tried.
 
-def patch_etils():
-  """Lets etils <= 1.14.0, which reads a lost module of JAX, inspect dtypes."""
+  etils <= 1.14.0 reads a lost module of JAX to learn a dtype, and
+  `kauldron.ktyping` reads `np.float128`, which ARM Macs and Windows lack.
+  """
   try:
     enp.ArraySpec(shape=(), dtype=np.float32)
   except AttributeError as error:
     enp.array_spec._is_jax_random_dtype = lambda dtype: (
         jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
     PATCHES["etils.enp.array_spec"] = str(error)
-
+  if not hasattr(np, "float128"):
+    np.float128 = np.longdouble
+    PATCHES["numpy.float128"] = "NumPy has no float128 on this machine"
 
 if not OPTIONS.no_patch:
-  patch_etils()
-
+  patch()
 
 @section("Where we are")
 def where_we_are():
@@ -291,10 +362,8 @@ def where_we_are():
   return dict(backend=jax.default_backend(), devices=jax.device_count(),
               patches=", ".join(PATCHES) or "none")
 
-
 # %% Part I: the three mechanisms
 # konfig, kontext and ktyping cost what JAX costs. TensorFlow comes in Part II.
-
 # %% 1. A config is a call tree, and a call tree is a dict
 with konfig.imports():  # Import lines only: `import` itself is replaced here.
   from kauldron import kd as lazy_kd
@@ -302,6 +371,15 @@ with konfig.imports():  # Import lines only: `import` itself is replaced here.
   import optax as lazy_optax
   import pathlib as lazy_pathlib
 
+def raises(kind, call, *args):
+  """Returns the error of class `kind` that the call must raise."""
+  with unittest.TestCase().assertRaises(kind) as caught:
+    call(*args)
+  return caught.exception
+
+def first_line(error):
+  """Returns the first line of an error's message."""
+  return (str(error).splitlines() or [""])[0]
 
 def three_updates(optimizer):
   """Returns parameters, shape (3,), after three steps down a real gradient."""
@@ -313,7 +391,6 @@ def three_updates(optimizer):
     params = optax.apply_updates(params, updates)
   return params.tolist()
 
-
 @section("A config is a call tree, and a call tree is a dict")
 def config_tree():
   """Calls are recorded as dicts that survive JSON and become objects later.
@@ -321,7 +398,8 @@ def config_tree():
   Inside `konfig.imports()` an import gives a stand-in, which writes down how
   it is called (here by a name that starts with `lazy_`). optax takes no part in
   this, with no base class, registry or decorator: `konfig.resolve` looks up
-  "optax:sgd" by name and calls it.
+  "optax:sgd" by name and calls it. Objects and values of another type are
+  refused when they are set, a misspelt argument only fails in that call.
   """
   cfg = lazy_optax.chain(
       lazy_optax.clip_by_global_norm(1.0),
@@ -331,26 +409,33 @@ def config_tree():
   show("cfg[1]", (type(cfg[1]).__name__, cfg[1].__qualname__))
   before = konfig.resolve(cfg)
   cfg[1].momentum = 0.8  # Still a dict, so everything in it can change.
-  text = cfg.to_json()
-  show("cfg.to_json()", textwrap.fill(text, 72))
-  rebuilt = konfig.resolve(json.loads(text))
+  show("cfg.to_json()", textwrap.fill(cfg.to_json(), 72))
+  rebuilt = konfig.resolve(json.loads(cfg.to_json()))
   by_hand = optax.chain(optax.clip_by_global_norm(1.0),
                         optax.sgd(learning_rate=0.5, momentum=0.8))
   updates = [three_updates(x) for x in (rebuilt, by_hand, before)]
   assert updates[0] == updates[1] != updates[2], updates
-  assert type(rebuilt) is type(by_hand), type(rebuilt)
-  path = lazy_pathlib.PurePath("a", "b")  # Any callable of any package will do.
-  assert konfig.resolve(path) == pathlib.PurePath("a", "b"), path
-  return dict(cfg=repr(cfg), json=text)
+  path = lazy_pathlib.Path("a")  # Any callable of any package will do.
+  assert konfig.resolve(path) == pathlib.Path("a"), path
 
+  slip = cfg[1] | {"learning_rat": 1.0}  # A copy, updated.
+  late = raises(TypeError, konfig.resolve, slip)
+  show("konfig.resolve(cfg[1] | {'learning_rat': 1.0})", str(late))
+  assert "unexpected keyword argument 'learning_rat'" in str(late), late
+  assert "created here" in str(late.__cause__), late.__cause__
+  early = [raises(TypeError, setattr, cfg[1], "momentum", "high"),
+           raises(ValueError, setattr, cfg, "object", len)]
+  return dict(cfg=repr(cfg), json=cfg.to_json(), late=str(late),
+              early=" ".join(map(first_line, early)))
 
 # %% 2. Change one number, and everything downstream follows
 @section("Change one number, and everything downstream follows")
 def config_references():
   """`cfg.ref.x` stays tied to x, `cfg.x` copies the value it has now.
 
-  A reference survives arithmetic and is read when the config is resolved. JSON
-  stores values only: what is read back no longer follows.
+  A reference survives arithmetic, and with `konfig.ref_fn` any function. It is
+  read when the config is resolved. JSON stores values only: what is read back
+  no longer follows, its tuples are lists and its keys strings.
   """
   def schedule(steps):
     return lazy_optax.warmup_cosine_decay_schedule(
@@ -359,25 +444,25 @@ def config_references():
   cfg, rates = konfig.ConfigDict({"num_train_steps": 1000}), {}
   cfg.follows = schedule(cfg.ref.num_train_steps)
   cfg.frozen = schedule(cfg.num_train_steps)
+  cfg.name = konfig.ref_fn("{} steps".format, cfg.ref.num_train_steps)
   for num_steps in (1000, 200):
     cfg.num_train_steps = num_steps
     for name in ("follows", "frozen"):
-      rate = konfig.resolve(cfg[name])
-      steps = [num_steps * percent // 100 for percent in (10, 50, 90)]
-      rates[name, num_steps] = np.array([float(rate(step)) for step in steps])
+      rate, steps = konfig.resolve(cfg[name]), np.arange(10) * num_steps // 10
+      rates[name, num_steps] = np.array(jax.vmap(rate)(steps), float)
       show(f"{name} at 10, 50, 90 % of {num_steps:4} steps",
-           rates[name, num_steps].round(3).tolist())
-
-  # After the warm-up, half a cosine: 4/9 of it is over at 50 % of training.
-  expected = PEAK * (1 + np.cos(np.pi * np.array([0, 4 / 9, 8 / 9]))) / 2
+           rates[name, num_steps][[1, 5, 9]].round(3).tolist())
+  draw("schedule", {name: (steps, rates[name, 200]) for name in cfg.keys()
+                    if (name, 200) in rates}, xlabel="step", ylabel="rate")
+  expected = PEAK * (1 + np.cos(np.pi * np.arange(9) / 9)) / 2  # After warm-up.
   for key in (("follows", 1000), ("frozen", 1000), ("follows", 200)):
-    assert np.allclose(rates[key], expected), (key, rates[key])
-  assert np.isclose(rates["frozen", 200][0], PEAK * 20 / 100), rates
+    assert np.allclose(rates[key], [0, *expected], atol=1e-6), rates[key]
+  assert np.isclose(rates["frozen", 200][1], PEAK * 20 / 100), rates
   read_back = konfig.ConfigDict(json.loads(cfg.to_json()))
   read_back.num_train_steps = 1000
   assert read_back.follows.decay_steps == 200, read_back
-  return dict(warmup_steps=cfg.follows.warmup_steps)
-
+  assert (cfg.name, read_back.name) == ("200 steps", "200 steps"), cfg
+  return dict(json=cfg.to_json())
 
 # %% 3. Parts are wired by string key paths
 @dataclasses.dataclass(frozen=True)
@@ -388,56 +473,42 @@ class CrossEntropy:
 
   def __call__(self, context):
     arrays = kontext.resolve_from_keyed_obj(context, self)
-    return optax.softmax_cross_entropy_with_integer_labels(**arrays).mean()
-
-
-def raises(kind, call, *args, **kwargs):
-  """Returns the error of class `kind` that the call must raise."""
-  try:
-    value = call(*args, **kwargs)
-  except kind as error:
-    return error
-  raise AssertionError(f"no {kind.__name__} was raised, but got {value!r}")
-
-
-def first_line(error):
-  """Returns the first line of an error's message."""
-  return (str(error).splitlines() or [""])[0]
-
+    loss = jax.jit(optax.softmax_cross_entropy_with_integer_labels)
+    return loss(**arrays).mean()
 
 @section("Parts are wired by string key paths")
 def key_paths():
   """One loss scores two unlike models, and only its key path differs.
 
-  A context is any tree of dicts, lists and objects. A field annotated
-  `kontext.Key` holds the path at which its value will be found there.
+  A context is any tree of dicts, lists, arrays and objects. A field annotated
+  `kontext.Key` holds the path at which its value will be found there. `**` is
+  any depth. A misspelt key fails when it is looked up: inside `train()`.
   """
   context = {"batch": {"label": np.array([0, 2])}, "preds": None}
   logits = np.array([[2.0, 0.0, 1.0], [0.0, 1.0, 3.0]])
-  plain, nested = logits, {"heads": [{"logits": -logits}, {"logits": logits}]}
-  on_plain = CrossEntropy(logits="preds")(context | {"preds": plain})
+  on_plain = CrossEntropy(logits="preds")(context | {"preds": logits})
   path = "preds.heads[1].logits"
-  context["preds"] = nested
+  context["preds"] = {"heads": [{"logits": -logits}, {"logits": logits}]}
   on_nested = CrossEntropy(logits=path)(context)
   show("loss of both models", (float(on_plain), float(on_nested)))
-  log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-  by_hand = -log_probs[[0, 1], [0, 2]].mean()
+  by_hand = np.mean(np.log(np.exp(logits).sum(-1)) - logits[[0, 1], [0, 2]])
   assert np.allclose([on_plain, on_nested], by_hand), (on_plain, on_nested)
-  show("paths", list(kontext.flatten_with_path(context)))
-  assert kontext.get_by_path(context, path) is logits, path
-  changed = kontext.set_by_path(context, "**.logits", 0)  # `**`: at any depth.
+  for text, x in {path: logits, f"{path}[1:]": logits[1:], "batch.label.size": 2,
+                  f"{path}[...,None,::2]": logits[..., None, ::2]}.items():
+    assert np.array_equal(kontext.get_by_path(context, text), x), text
+    assert str(kontext.Path.from_str(text)) == text, text
+  kept = kontext.filter_by_path(context, "**.heads[1].logits")["preds"]
+  changed = kontext.set_by_path(context, "**.logits", 0)
   assert changed == ["preds.heads[0].logits", path], changed
-  assert nested["heads"] == [{"logits": 0}, {"logits": 0}], nested
-
-  wrong = CrossEntropy(logits="preds.head[1].logits")
-  error = raises(KeyError, wrong, context)
-  show("a wrong path", str(error))
-  assert path in str(error).partition("Did you mean")[2], error
-  error = raises(ValueError, CrossEntropy(), context)
-  assert "required keys: ['logits']" in str(error), error
+  found = context["preds"]["heads"], kept["heads"]
+  assert found == ([{"logits": 0}] * 2, [{"logits": logits}]), found
+  wrong = raises(KeyError, CrossEntropy(logits="preds.head[1].logits"), context)
+  show("a wrong path", str(wrong))
+  assert path in str(wrong).partition("Did you mean")[2], wrong
+  missing = str(raises(ValueError, CrossEntropy(), context))
+  assert "required keys: ['logits']" in missing, missing
   return dict(paths=" ".join(kontext.flatten_with_path(context)),
-              required=first_line(error))
-
+              wrong=str(wrong), missing=missing)
 
 # %% 4. Shapes are checked at run time, by named axes
 @contextlib.contextmanager
@@ -448,40 +519,82 @@ def definitions():
   except Exception as error:
     print(f"\nNot defined: {type(error).__name__}: {error}")
 
-
 with definitions():
   kt = kd.ktyping
 
+  @kt.typechecked
+  @dataclasses.dataclass
+  class Interval:
+    __module__ = "kauldron_tour"  # A notebook's `__main__` has no source.
+    low: kt.Float["n"]
+    high: kt.Float["n"]
+
+  def centered(
+      x: kt.Float["*b n"], mean: kt.Float["*b 1"], transpose: bool = False
+  ) -> kt.Float["*b n"]:
+    return (x - mean).T if transpose else x - mean
+
+  @kt.typechecked
+  def norms(tree: kt.PyTree[kt.Float["n _"]]) -> Generator[kt.Float["n"]]:
+    for leaf in jax.tree.leaves(tree):
+      yield np.linalg.norm(leaf, axis=-1)
+
+SPECS = {  # Axes of y, with x of axes "a b", (2, 6) -> what fits and what not.
+    "b a": ((6, 2), (2, 6)), "_ 6": ((9, 6), (9, 5)), "... b": ((1, 6), (6, 1)),
+    "*c a": ((2,), (3,)), "#b a": ((1, 2), (3, 2)), "a*b": ((12,), (8,)),
+    "b//a": ((3,), (2,)), "a**2+1": ((5,), (4,)), "b-a": ((4,), (3,)),
+    "-a+8": ((6,), (5,)), "max(a,b)": ((6,), (2,)), "a|b": ((6,), (3,)),
+    "+c a": ((5, 2), (2,)), "b? a": ((2,), (5, 2))}
+DTYPES = "bool int8 int32 uint8 float16 bfloat16 float32 float64".split()
+
+def judge(checker, error, sizes):
+  """Returns spec or type -> the shapes or dtypes that a checker accepts."""
+  accepted = {}
+  for spec, shapes in SPECS.items():
+    @checker.typechecked
+    def call(x: checker.Float["a b"], y: checker.Float[spec] | checker.Int[""]):
+      return sizes("a b//a b**2-1 b%4 -a+8 7")  # What the axes are bound to.
+
+    for shape in shapes:
+      with contextlib.suppress(error):
+        found = call(np.ones((2, 6)), np.ones(shape))
+        assert found == (2, 3, 35, 2, 6, 7), found
+        accepted.setdefault(spec, []).append(shape)
+  for name in ("Bool", "Int", "UInt8", "Float", "Float32", "Num"):
+    accepted[name] = [dtype for dtype in DTYPES if isinstance(
+        np.ones(3, jnp.dtype(dtype)), getattr(checker, name)["3"])]
+  return accepted
 
 @section("Shapes are checked at run time, by named axes")
 def shape_checker():
   """An axis name stands for one size throughout a call, results included.
 
   `*b` is any number of leading axes. Broadcasting makes it worth while: the
-  wrong call below runs without the checker, and returns nonsense.
+  wrong call below runs without the checker, and returns nonsense. Every proof
+  starts with a call that must pass: a checker may refuse everything.
   """
-  def centered(
-      x: kt.Float["*b n"], mean: kt.Float["*b 1"], transpose: bool = False
-  ) -> kt.Float["*b n"]:
-    return (x - mean).T if transpose else x - mean
-
   checked = kt.typechecked(centered)  # Or `@kt.typechecked` above the `def`.
   x, rows = np.ones((5, 5)), np.ones((3, 5))
   right = checked(x, x[:, :1]).shape, checked(x[0], x[0, :1]).shape
-  assert right == ((5, 5), (5,)), right  # First calls that must pass.
+  assert right == ((5, 5), (5,)), right
   assert centered(x, x[0]).shape == (5, 5), "it does not broadcast"
-
-  error = raises(kt.KTypeCheckError, checked, x, x[0])
-  report = [line for line in str(error).splitlines() if line]
+  assert [y.shape for y in norms([x, {"rows": x[:, :3]}])] == [(5,), (5,)], x
+  wrong = [raises(kt.KTypeCheckError, *call) for call in (
+      (checked, x, x[0]), (checked, rows, rows[:, :1], True),
+      (checked, x.astype(int), x[:, :1]), (Interval, x[0], x[0, :2]),
+      (lambda: list(norms([x, rows])),))]
+  report = [line for line in str(wrong[0]).splitlines() if line]
   show("the report", "\n".join(line for line in report if "Origin" not in line))
-  assert "argument mean" in report[0] and "'*b 1'" in report[0], report
+  words = "argument mean", "return value", "dtype 'int", "'high'", "tree"
+  for error, word in zip(wrong, words, strict=True):
+    assert word in first_line(error), error
   assert report[-1] == " - {b: 5, n: 5}", report  # What was bound so far.
-  result = raises(kt.KTypeCheckError, checked, rows, rows[:, :1], True)
-  assert first_line(result).startswith("return value"), result
-  dtype = raises(kt.KTypeCheckError, checked, x.astype(int), x[:, :1])
-  assert "dtype 'int" in first_line(dtype), dtype
-  return dict(argument=report[0], result=first_line(result))
-
+  accepted = judge(kt, kt.KTypeCheckError, kt.shape)
+  show("Float, Int accept", (accepted["Float"], accepted["Int"]))
+  for spec, (fits, _) in SPECS.items():
+    assert accepted[spec] == [fits], (spec, accepted[spec])
+  assert accepted["Float"] == DTYPES[4:], accepted["Float"]
+  return {"wrong": " ".join(map(first_line, wrong)), "accepted": str(accepted)}
 
 # %% 5. A loss and a metric are states that merge
 with definitions():
@@ -489,8 +602,8 @@ with definitions():
   class FocalLoss(kd.losses.Loss):
     """-(1 - p)^gamma log p in nats, p being the right class's probability.
 
-    From Lin et al., "Focal loss for dense object detection", 2017; gamma = 0 is
-    cross-entropy. The base class adds `mask`, `weight` and the mean.
+    From Lin et al., "Focal loss for dense object detection", 2017. The base
+    class adds `mask`, `weight` and the mean.
     """
     logits: kontext.Key = kontext.REQUIRED
     labels: kontext.Key = kontext.REQUIRED
@@ -527,20 +640,17 @@ with definitions():
       batch = tuple(range(labels.ndim - 1))
       return self.State(hits=(hit * seen).sum(batch), seen=seen.sum(batch))
 
-
 def focal_loss_by_hand(logits, labels, mask, xp=np):
   """Returns the masked mean focal loss of arrays (b, n), (b, 1) and (b, 1)."""
   probs = xp.exp(logits) / xp.exp(logits).sum(-1, keepdims=True)
   p = xp.take_along_axis(probs, labels, -1)
   return (mask * -(1 - p) * xp.log(p)).sum() / mask.sum()
 
-
 def recall_by_hand(logits, labels, mask):
   """Returns the mean recall over the classes, from the same arrays."""
   kept = mask[:, 0] > 0
   right, label = logits[kept].argmax(-1) == labels[kept, 0], labels[kept, 0]
   return np.mean([right[label == x].mean() for x in np.unique(label)])
-
 
 @section("A loss and a metric are states that merge")
 def loss_and_metric():
@@ -561,15 +671,14 @@ def loss_and_metric():
   for key, mask in ((None, np.ones_like(some)), ("batch.mask", some)):
     keys = dict(logits="preds", labels="batch.label", mask=key)
     for part, by_hand in ((FocalLoss(**keys), focal_loss_by_hand),
-                           (BalancedAccuracy(**keys), recall_by_hand)):
+                          (BalancedAccuracy(**keys), recall_by_hand)):
       whole, first, rest = (
           jax.jit(part.get_state_from_context)(context(rows, mask))
           for rows in (slice(30), slice(10), slice(10, 30)))
-      value = first.merge(rest).compute()
-      expected = by_hand(logits, labels, mask)
-      show(f"{type(part).__name__}, mask={key}", float(value))
-      assert np.isclose(value, expected), (value, expected)
-      assert np.isclose(value, whole.compute()), (value, whole.compute())
+      value = float(first.merge(rest).compute())
+      show(f"{type(part).__name__}, mask={key}", value)
+      expected = [whole.compute(), by_hand(logits, labels, mask)]
+      assert np.allclose(value, expected), (value, expected)
       mean = (first.compute() + rest.compute()) / 2
       assert not np.isclose(value, mean), "a mean of batch values would do"
 
@@ -578,56 +687,40 @@ def loss_and_metric():
   assert "labels" in first_line(error) and "(30,)" in first_line(error), error
   return dict(refused=first_line(error))
 
-
 # %% Part II: a real Trainer
-# The first use of `kd.train` imports TensorFlow: 5 to 15 seconds, once.
-TRAIN = "kauldron.train"
-
-
 def import_quietly(module):
   """Imports a module, keeping from stderr what TensorFlow says on the way."""
-  if module in sys.modules:
-    return
-  print(f"  importing {module}", end=" ", flush=True)
   importlib.import_module("absl.logging")  # It keeps the stderr that it finds.
-  start, stderr = time.perf_counter(), os.dup(2)
+  stderr = os.dup(2)
   with tempfile.TemporaryFile("w") as said, contextlib.redirect_stderr(said):
     os.dup2(said.fileno(), 2)  # For what does not go through `sys.stderr`.
     try:
       importlib.import_module(module)
+      if "tensorflow" in sys.modules:  # It looks for a GPU later, and says so.
+        sys.modules["tensorflow"].config.list_physical_devices()
     finally:
       os.dup2(stderr, 2)
       os.close(stderr)
-  print(f"took {time.perf_counter() - start:.1f}s")
+
+if RUNS and not {*OPTIONS.sections} <= {*SECTIONS[:6]}:
+  print("\nImporting TensorFlow: 5 to 15 seconds, once ...", flush=True)
+  with definitions():
+    import_quietly("kauldron.train")
   if not jax.config.jax_compilation_cache_dir:  # The runs share programs.
-    jax.config.update("jax_compilation_cache_dir", temporary_dir("cache"))
-
-
-@functools.cache
-def temporary_dir(purpose):
-  """Returns the path of a directory that is removed at exit."""
-  path = tempfile.mkdtemp(prefix=f"kauldron_tour_{purpose}_")
-  atexit.register(shutil.rmtree, path, ignore_errors=True)
-  return path
-
+    jax.config.update("jax_compilation_cache_dir", temporary_dir())
 
 def run_dir(name):
-  """Returns the path of a new work directory: name, or name_2, name_3, ..."""
-  for number in itertools.count(1):
-    path = pathlib.Path(OPTIONS.workdir or temporary_dir("runs"),
-                        name if number == 1 else f"{name}_{number}")
-    with contextlib.suppress(FileExistsError):
-      path.mkdir()
-      return str(path)
-
+  """Returns the path of a new work directory, which starts with the name."""
+  parent = OPTIONS.workdir or temporary_dir()
+  return tempfile.mkdtemp(prefix=f"{name}_", dir=parent)
 
 # %% The task of Part II: which way do the stripes run?
 @functools.cache
 def stripes(num_images, seed):
-  """Returns noisy images of stripes whose phase says nothing of the direction.
+  """Returns noisy images of stripes, whose phase says nothing of the direction.
 
-  `image` is float32 (num_images, 8, 8, 1) in [-1, 1]; `label`, the direction
-  in units of 45 degrees, is int32 (num_images, 1).
+  `image` is float32 (num_images, 8, 8, 1) in [-1, 1]; `label` is int32
+  (num_images, 1), the direction in units of 45 degrees.
   """
   rng = np.random.default_rng(seed)
   label = rng.integers(NUM_CLASSES, size=(num_images, 1))
@@ -638,10 +731,8 @@ def stripes(num_images, seed):
   image = image.clip(-1, 1).reshape(num_images, 8, 8, 1)
   return {"image": image.astype(np.float32), "label": label.astype(np.int32)}
 
-
 train_images = functools.partial(stripes, 1024, seed=SEED)
 held_out_images = functools.partial(stripes, 240, seed=SEED + 1)
-
 
 class MLP(nn.Module):
   """Two dense layers; `image` is a key path, like those of a loss."""
@@ -653,7 +744,6 @@ class MLP(nn.Module):
     x = image.reshape(len(image), -1)
     x = nn.relu(nn.Dense(self.width, name="encoder")(x))
     return {"logits": nn.Dense(NUM_CLASSES, name="head")(x)}
-
 
 def get_config():
   """Returns the config that the rest of the tour starts from."""
@@ -672,13 +762,11 @@ def get_config():
   cfg.profiler = None  # By default every run is traced.
   return cfg
 
-
 def mlp_by_hand(params, image):
   """Returns what encoder (num_images, width) and head of an MLP put out."""
   encoder, head = map(jax.device_get, (params["encoder"], params["head"]))
   encoded = image.reshape(len(image), -1) @ encoder["kernel"] + encoder["bias"]
   return encoded, np.maximum(encoded, 0) @ head["kernel"] + head["bias"]
-
 
 def held_out_scores(params):
   """Returns focal loss (nats) and balanced accuracy on held-out images."""
@@ -686,7 +774,6 @@ def held_out_scores(params):
   _, logits = mlp_by_hand(params, data["image"])
   arrays = logits, data["label"], np.ones((len(logits), 1))
   return float(focal_loss_by_hand(*arrays)), float(recall_by_hand(*arrays))
-
 
 # %% 6. A Trainer joins model, data, losses and optimizer
 @functools.cache
@@ -698,27 +785,27 @@ def base_run():
       save_interval_steps=NUM_STEPS // 2)
   return cfg, *konfig.resolve(cfg).train()
 
-
 def restored(cfg, step=-1):
   """Returns the state that a run saved at a step, by default at its last."""
   trainer = konfig.resolve(cfg)  # A trainer that has trained cannot restore.
   return trainer.checkpointer.restore(trainer.init_state(), step=step)
 
-
-@section("A Trainer joins model, data, losses and optimizer", TRAIN)
+@section("A Trainer joins model, data, losses and optimizer")
 def real_trainer():
   """A resolved config trains, and takes one step more than it says.
 
   `num_train_steps=N` runs steps 0 to N. The state that is returned has taken
-  N + 1 steps; a checkpoint labelled K holds the state before step K.
+  N + 1 steps; a checkpoint labelled K holds the state before step K, and what
+  comes after the last multiple of `save_interval_steps` is in none. The work
+  directory has to be absolute. `aux` holds what the last step logged: nothing,
+  unless `log_metrics_every` divides N.
   """
   cfg, state, _ = base_run()
   trainer = konfig.resolve(cfg)
   loss_before, _ = held_out_scores(trainer.init_state().params)
   steps = int(state.step), int(state.opt_state[0].count)
   saved = list(trainer.checkpointer.all_steps)
-  show("steps taken by state, optimizer", steps)
-  show("steps with a checkpoint", saved)
+  show("steps taken by state and optimizer; with a checkpoint", (steps, saved))
   assert steps == (NUM_STEPS + 1, NUM_STEPS + 1), steps
   assert saved == [0, NUM_STEPS // 2, NUM_STEPS], saved
   assert restored(cfg).step == NUM_STEPS, restored(cfg).step
@@ -729,7 +816,6 @@ def real_trainer():
   return dict(loss=loss, accuracy=accuracy, steps=str(steps), saved=str(saved),
               params=" ".join(kontext.flatten_with_path(state.params)))
 
-
 # %% 7. The training loop is one you could write yourself
 def distance(tree, other):
   """Returns the largest absolute difference between two trees' leaves."""
@@ -737,14 +823,12 @@ def distance(tree, other):
       lambda x, y: np.abs(np.subtract(x, y)).max(), tree, other)
   return float(max(jax.tree.leaves(difference)))
 
-
 def loop(trainer, state, batches):
   """Returns the state after a step on each batch; the one passed is used up."""
   for batch in batches:
     batch = kd.sharding.device_put(batch, trainer.sharding.batch)
     state, _ = trainer.trainstep.step(state, batch)
   return state
-
 
 @functools.partial(jax.jit, static_argnums=0)
 def plain_step(optimizer, params, opt_state, batch):
@@ -758,8 +842,7 @@ def plain_step(optimizer, params, opt_state, batch):
   updates, opt_state = optimizer.update(grads, opt_state, params)
   return optax.apply_updates(params, updates), opt_state, loss
 
-
-@section("The training loop is one you could write yourself", TRAIN)
+@section("The training loop is one you could write yourself")
 def readable_loop():
   """`train()`, a loop over `trainstep.step` and plain JAX end up the same.
 
@@ -785,13 +868,11 @@ def readable_loop():
   assert np.isclose(*losses, rtol=1e-4), losses
   return dict(distance_to_step=distance(trained, stepped), loss=float(loss))
 
-
 # %% 8. An inner layer is watched through a key path
 def resolved(cfg):
   """Returns the Trainer of a config that is not to write anything."""
   cfg.workdir = "unused"
   return konfig.resolve(cfg)
-
 
 def state_after(num_steps, cfg):
   """Returns the state after so many training steps, taken one by one."""
@@ -799,50 +880,12 @@ def state_after(num_steps, cfg):
   batches = itertools.islice(trainer.train_ds, num_steps)
   return loop(trainer, trainer.init_state(), batches)
 
-
 def short_run(name, **fields):
   """Trains for steps 0 to LOG_EVERY; returns work directory, state and aux."""
   cfg = get_config()
   cfg.update(fields)
   cfg.num_train_steps, cfg.workdir = LOG_EVERY, run_dir(name)
   return cfg.workdir, *konfig.resolve(cfg).train()
-
-
-@section("An inner layer is watched without touching the model", TRAIN)
-def inner_layer():
-  """What a layer returns is in the context, at `interms.<layer>.__call__[0]`.
-
-  A metric or a summary reads it there like anything else. The values are those
-  of the step's parameters before its update.
-  """
-  layer = "interms.encoder.__call__[0]"
-  norm = lazy_kd.metrics.Norm(tensor=layer)
-  summary = lazy_kd.summaries.HistogramSummary(tensor=layer)
-  _, _, aux = short_run("inner_layer", train_metrics={"norm": norm},
-                        train_summaries={"encoder": summary})
-  norm = float(aux.compute().metric_values["metrics/norm"])
-  histogram = aux.compute().summary_values["summaries/encoder"]
-  show("norm, histogram", (norm, histogram.tensor.shape, histogram.num_buckets))
-  params = state_after(LOG_EVERY, get_config()).params
-  *_, batch = itertools.islice(resolved(get_config()).train_ds, LOG_EVERY + 1)
-  output, _ = mlp_by_hand(params, batch["image"])
-  by_hand = np.linalg.norm(output, axis=-1).mean()
-  assert np.isclose(norm, by_hand, rtol=1e-4), (norm, by_hand)
-  assert np.allclose(histogram.tensor, output.ravel(), atol=1e-4), output
-  context = kontext.flatten_with_path(resolved(get_config()).context_specs)
-  return dict(norm=norm, context=" ".join(context))
-
-
-# %% 9. A sweep changes one line at a time
-VARIANTS = {  # Name -> the path that it changes in the config, and to what.
-    "base": {}, "again": {},
-    "slow": {"optimizer.learning_rate": LEARNING_RATE / 5},
-    "rmsprop": {"optimizer.__qualname__": "optax:rmsprop"},
-    "narrow": {"model.width": WIDTH // 4},
-    "sharp": {"train_losses.focal.gamma": 3.0},
-    "shuffled": {"train_ds.seed": SEED + 1},
-}
-
 
 def read_events(workdir, tag, collection="train"):
   """Returns the steps and the values that a run wrote under a tag."""
@@ -854,33 +897,42 @@ def read_events(workdir, tag, collection="train"):
   values = [tensor_util.make_ndarray(t.tensor_proto).tolist() for t in tensors]
   return [t.step for t in tensors], values
 
+@section("An inner layer is watched without touching the model")
+def inner_layer():
+  """What a layer returns is in the context, at `interms.<layer>.__call__[0]`.
 
-def sparkline(values, largest):
-  """Returns a character a value, darker for larger, on a log scale."""
-  darkness = 8.5 + 2.5 * np.log10(np.array(values) / largest)
-  return "".join(" .:-=+*#@"[int(x)] for x in darkness.clip(0, 8))
+  A metric or a summary reads it there like anything else. The values are those
+  of the step's parameters before its update.
+  """
+  layer = "interms.encoder.__call__[0]"
+  workdir, _, aux = short_run(
+      "inner_layer", log_metrics_every=1,
+      train_metrics={"norm": lazy_kd.metrics.Norm(tensor=layer)},
+      train_summaries={"x": lazy_kd.summaries.HistogramSummary(tensor=layer)})
+  norms = read_events(workdir, "metrics/norm")
+  draw("inner_layer", {"encoder": norms}, xlabel="step",
+       ylabel="mean norm of what the encoder returns")
+  histogram = aux.compute().summary_values["summaries/x"]
+  show("histogram", (histogram.tensor.shape, histogram.num_buckets))
+  params = state_after(LOG_EVERY, get_config()).params
+  *_, batch = itertools.islice(resolved(get_config()).train_ds, LOG_EVERY + 1)
+  output, _ = mlp_by_hand(params, batch["image"])
+  by_hand = np.linalg.norm(output, axis=-1).mean()
+  assert norms[0] == list(range(LOG_EVERY + 1)), norms
+  assert np.isclose(norms[1][-1], by_hand, rtol=1e-4), (norms, by_hand)
+  assert np.allclose(histogram.tensor, output.ravel(), atol=1e-4), output
+  context = kontext.flatten_with_path(resolved(get_config()).context_specs)
+  return dict(norm=norms[1][-1], context=" ".join(context))
 
+# %% 9. A sweep changes one line at a time
+VARIANTS = {  # Name -> the path that it changes in the config, and to what.
+    "base": {}, "again": {}, "shuffled": {"train_ds.seed": SEED + 1},
+    "slow": {"optimizer.learning_rate": LEARNING_RATE / 5},
+    "rmsprop": {"optimizer.__qualname__": "optax:rmsprop"},
+    "narrow": {"model.width": WIDTH // 4},
+    "sharp": {"train_losses.focal.gamma": 3.0}}
 
-def plot_curves(name, steps, curves):
-  """Draws loss curves, inline in a notebook or as a PNG file with --workdir."""
-  if not (IN_NOTEBOOK or OPTIONS.workdir):
-    return
-  from matplotlib import figure
-  picture = figure.Figure(figsize=(7, 4), layout="constrained")
-  axes = picture.subplots()
-  axes.set(xlabel="step", ylabel="training loss (nats)", yscale="log")
-  axes.spines[["top", "right"]].set_visible(False)
-  for label, curve in curves.items():
-    axes.plot(steps, curve, color="black", linewidth=0.8)
-    axes.annotate(f" {label}", (steps[-1], curve[-1]), va="center")
-  if IN_NOTEBOOK:
-    from IPython.display import display
-    display(picture)
-  else:
-    picture.savefig(OPTIONS.workdir / f"{name}.png")
-
-
-@section("A sweep changes one line of the config at a time", TRAIN)
+@section("A sweep changes one line of the config at a time")
 def sweep():
   """Every variant differs from the base in one path, and so in what it learns.
 
@@ -890,7 +942,7 @@ def sweep():
   base = get_config()
   base.num_train_steps, base.log_metrics_every = NUM_STEPS // 5, 1
   flat, curves = kontext.flatten_with_path(base), {}
-  print(f"  {'variant':9} {'changed line':37} accuracy  loss over time")
+  print(f"  {'variant':9} {'changed line':37} held-out accuracy")
   for name, change in VARIANTS.items():
     cfg = base.copy_and_resolve_references()
     for path, value in change.items():
@@ -899,21 +951,19 @@ def sweep():
     assert {path for path, _ in changed} == set(change), changed
     cfg.workdir = run_dir(f"sweep_{name}")
     state, _ = konfig.resolve(cfg).train()
-    steps, curves[name] = read_events(cfg.workdir, "losses/total")
+    curves[name] = read_events(cfg.workdir, "losses/total")
     _, accuracy = held_out_scores(state.params)
     line = ", ".join(f"{path}={value}" for path, value in change.items())
-    curve = sparkline(curves[name], curves["base"][0])
-    print(f"  {name:9} {line:37} {accuracy:8.3f}  {curve}")
+    print(f"  {name:9} {line:37} {accuracy:.3f}")
   again = curves.pop("again")
-  assert again == curves["base"] and len(steps) == NUM_STEPS // 5 + 1, again
-  plot_curves("sweep", steps, curves)
-  for name in curves.keys() - {"base"}:
-    assert curves[name] != curves["base"], name
+  assert again == curves["base"] and len(again[0]) == NUM_STEPS // 5 + 1, again
+  draw("sweep", curves, xlabel="step", ylabel="training loss (nats)")
+  for name, (_, losses) in curves.items():
+    assert (losses == again[1]) == (name == "base"), (name, losses)
     # Nothing has been updated yet at step 0, so no optimizer shows there.
-    same_start = curves[name][0] == curves["base"][0]
-    assert same_start == (name in ("slow", "rmsprop")), name
-  return {name: curve[-1] for name, curve in curves.items()}
-
+    same_start = losses[0] == again[1][0]
+    assert same_start == (name in ("base", "slow", "rmsprop")), (name, losses)
+  return {name: losses[-1] for name, (_, losses) in curves.items()}
 
 # %% 10. A run resumes where it stopped, if its data can
 def train_examples():
@@ -921,8 +971,7 @@ def train_examples():
   images, labels = train_images().values()
   return [{"image": x, "label": y} for x, y in zip(images, labels, strict=True)]
 
-
-@section("A run resumes where it stopped, if its data can", TRAIN)
+@section("A run resumes where it stopped, if its data can")
 def resumed_run():
   """A checkpoint restores bit for bit; whether the batches go on is the data's.
 
@@ -953,11 +1002,9 @@ def resumed_run():
   assert distance(resumed, replayed) == 0, distance(resumed, replayed)
   return facts
 
-
 # %% Part III: what a real project needs next
-
 # %% 11. Held-out data is scored along the way
-@section("Held-out data is scored along the way", TRAIN)
+@section("Held-out data is scored along the way")
 def evaluators():
   """Every n steps an evaluator scores the state of that moment on its data.
 
@@ -971,17 +1018,15 @@ def evaluators():
   steps, losses = read_events(workdir, "losses/total", "held_out")
   _, accuracies = read_events(workdir, "metrics/accuracy", "held_out")
   written = np.stack([losses, accuracies], axis=-1)
-  for step, scores in zip(steps, written, strict=True):
-    show(f"loss and accuracy at step {step}", scores.round(3).tolist())
+  show(f"loss and accuracy at steps {steps}", written.round(3).tolist())
   by_hand = [held_out_scores(state_after(step, get_config()).params)
              for step in (0, 5, 10)]
   assert steps == [0, 5, 10], steps
   assert np.allclose(written, by_hand, rtol=1e-5), (written, by_hand)
   return dict(steps=str(steps), loss=losses[-1], accuracy=accuracies[-1])
 
-
 # %% 12. A work directory gives back its run
-@section("A work directory gives back its run", TRAIN)
+@section("A work directory gives back its run")
 def rebuilt_run():
   """`config.json` gives the Trainer, and a checkpoint beside it the state.
 
@@ -998,16 +1043,15 @@ def rebuilt_run():
   last_batch = itertools.islice(trainer.train_ds, step, step + 1)
   state = loop(trainer, state, last_batch)
   image = held_out_images()["image"]
-  preds = trainer.model.apply({"params": state.params}, image)
-  expected = MLP().apply({"params": trained.params}, image)
+  preds, expected = (trainer.model.apply({"params": x.params}, image)
+                     for x in (state, trained))
   found = step, distance(preds, expected), distance(state, trained)
   show("step restored; distance of preds, of states", found)
   assert found == (NUM_STEPS, 0, 0), found
   return dict(step=step, files=" ".join(sorted(os.listdir(workdir))))
 
-
 # %% 13. Trained weights are loaded, part is frozen
-@section("Trained weights are loaded, part is frozen", TRAIN)
+@section("Trained weights are loaded, part is frozen")
 def partial_training():
   """Frozen parameters keep every bit that was loaded, and the others move.
 
@@ -1035,9 +1079,8 @@ def partial_training():
   show("PartialKauldronLoader", outcome)
   return dict(partial_loader=outcome)
 
-
 # %% 14. What a run wrote can be read back
-@section("What a run wrote can be read back", TRAIN)
+@section("What a run wrote can be read back")
 def event_files():
   """Event files hold the scalars, images and texts that TensorBoard shows.
 
@@ -1066,9 +1109,8 @@ def event_files():
   return dict(total=total, tags=" ".join(
       computed.loss_values | computed.metric_values | computed.summary_values))
 
-
 # %% 15. One config line shards the model
-@section("One config line shards the model", TRAIN)
+@section("One config line shards the model")
 def sharding():
   """With `FSDPSharding` a device holds a part of each array, not a copy.
 
@@ -1092,13 +1134,11 @@ def sharding():
     show(f"encoder.kernel {name}: shape on each device", facts[name])
     assert facts[name] == str((64 // parts, WIDTH)), facts
     assert {shard.device for shard in shards} == set(jax.devices()), shards
-  difference = distance(*jax.device_get((copied.params, spread.params)))
-  assert difference < 1e-5, difference
+  assert distance(copied.params, spread.params) < 1e-5, "trained otherwise"
   return facts
 
-
 # %% 16. This file is a config file
-@section("This file is a config file", TRAIN)
+@section("This file is a config file")
 def config_file():
   """`python -m kauldron.main --cfg=kauldron_tour.py` trains `get_config()`.
 
@@ -1122,15 +1162,13 @@ def config_file():
   cfg = flag.value
   flat, base = map(kontext.flatten_with_path, (cfg, get_config()))
   changed = dict(flat.items() - base.items())
-  for key in sorted(changed):
-    show(f"cfg.{key}", changed[key])
+  show("changed", "\n".join(f"{key} = {changed[key]}" for key in changed))
   assert changed == {
       "workdir": "out", "log_metrics_every": 5, "log_summaries_every": 5,
       "train_losses.focal.gamma": 2.0, "model.width": 8}, changed
   model = konfig.resolve(cfg).model
   assert model == MLP(image="batch.image", width=8), model
   return dict(changed=" ".join(sorted(changed)))
-
 
 # %% 17. Dropout knows whether it trains
 def dropout_config():
@@ -1141,14 +1179,13 @@ def dropout_config():
   cfg.train_losses, cfg.train_metrics = {}, {}
   cfg.train_summaries = {
       "x": lazy_kd.summaries.HistogramSummary(tensor="preds")}
-  cfg.evals = {"x": lazy_kd.evals.Evaluator(
-      run=lazy_kd.evals.EveryNSteps(1), ds=cfg.train_ds)}
+  run = lazy_kd.evals.EveryNSteps(1)
+  cfg.evals = {"x": lazy_kd.evals.Evaluator(run=run, ds=cfg.train_ds)}
   cfg.rng_streams = lazy_kd.train.RngStreams(
       [lazy_kd.train.RngStream("noise", per_step=False)])
   return cfg
 
-
-@section("Dropout knows whether it trains", TRAIN)
+@section("Dropout knows whether it trains")
 def random_streams():
   """No layer is handed a flag or a key: the step and the evaluator set them.
 
@@ -1178,14 +1215,12 @@ def random_streams():
   assert not np.array_equal(rngs["default"], rngs["dropout"]), rngs
   return dict(streams=" ".join(rngs))
 
-
 # %% 18. A data pipeline is config too
 def with_mirror(example):
   """Adds the mirror image: a transform is any function of an example."""
   return example | {"mirrored": example["image"][:, ::-1]}
 
-
-@section("A data pipeline is config too", TRAIN)
+@section("A data pipeline is config too")
 def data_pipeline():
   """Transforms change one example after the other, then batches are formed.
 
@@ -1195,14 +1230,16 @@ def data_pipeline():
   cfg = get_config()
   cfg.train_ds = lazy_kd.data.py.DataSource(
       data_source=lazy_tour.train_examples(), batch_size=BATCH_SIZE,
-      shuffle=False, num_workers=0, transforms=[
+      shuffle=False, num_epochs=1, num_workers=0, transforms=[
           lazy_kd.data.Elements(keep=["image"], rename={"label": "angle"}),
           lazy_kd.data.ValueRange(
               key="image", in_vrange=(-1, 1), vrange=(0, 1)),
           lazy_tour.with_mirror])
   ds = resolved(cfg).train_ds
   spec = {key: str(array) for key, array in ds.element_spec.items()}
-  _, batch = itertools.islice(ds, 2)
+  assert len(ds) == 1024 // BATCH_SIZE, len(ds)  # What is left over is lost.
+  batch = ds[1]
+  assert distance(batch, list(itertools.islice(ds, 2))[1]) == 0, "not in order"
   stats = kd.inspect.get_batch_stats(batch).set_index("Name")
   show("second batch", stats[["Dtype", "Shape", "Min", "Max"]].to_string())
   source = {k: x[BATCH_SIZE:2 * BATCH_SIZE] for k, x in train_images().items()}
@@ -1215,140 +1252,107 @@ def data_pipeline():
     assert np.isclose(stats.Mean[f"batch.{key}"], array.mean()), stats
   return spec
 
-
 # %% 19. The older type checker still agrees
-@section("The older type checker still agrees", "kauldron.typing")
+@section("The older type checker still agrees")
 def type_checkers():
-  """`kauldron.typing` judges as `ktyping` does, but for unsigned integers."""
-  x, n, accepted = np.ones((2, 3), np.float32), np.ones(2, np.int32), {}
-  calls = {
-      "right": (x, n), "more axes": (x[None], n[None]),
-      "bfloat16": (x.astype(jnp.bfloat16), n), "uint8": (x, n.astype(np.uint8)),
-      "a size": (x, n[:1]), "a rank": (x[0, 0], n), "no array": (None, n),
-      "a dtype": (x.astype(int), n), "a result": (x, n, False)}
-  for checker, error in ((kd.typing, kd.typing.TypeCheckError),
-                         (kt, kt.KTypeCheckError)):
-    @checker.typechecked
-    def call(x: checker.Float["*b n"], n: checker.Int["*b"],
-             right: bool = True) -> checker.Float["*b n"]:
-      return x if right else x[..., 0]
+  """`kauldron.typing` judges as `ktyping` does, where it knows the notation.
 
-    for name, args in calls.items():
-      with contextlib.suppress(error):
-        call(*args)
-        accepted.setdefault(checker.__name__, []).append(name)
-  for name, names in accepted.items():
-    show(f"{name} accepts", ", ".join(names))
-  both = ["right", "more axes", "bfloat16"]
-  assert accepted == {
-      "kauldron.typing": both, "kauldron.ktyping": [*both, "uint8"]}, accepted
-  return {name: " ".join(names) for name, names in accepted.items()}
+  It has no `+c` and no `b?`, and to it an `Int` is signed. In both, `*args:
+  Float["b"]` refuses every call.
+  """
+  older = judge(kd.typing, kd.typing.TypeCheckError, kd.typing.Shape)
+  newer = judge(kt, kt.KTypeCheckError, kt.shape)
+  differs = {x: newer[x] for x in newer if older.get(x) != newer[x]}
+  show("accepted by ktyping only", differs)
+  assert differs.keys() == {"+c a", "b? a", "Int"}, (older, newer)
+  assert {*newer["Int"]} - {*older["Int"]} == {"uint8"}, (older, newer)
 
+  @kd.typing.typechecked
+  def first(x: kd.typing.Float["*b n"], k: int) -> kd.typing.Float["*b 2"]:
+    return x[..., :k]
+
+  assert first(np.ones((3, 6)), 2).shape == (3, 2), "a call that must pass"
+  result = raises(kd.typing.TypeCheckError, first, np.ones((3, 6)), 3)
+  return dict(older=str(older), newer=str(newer), result=str(result))
 
 # %% The report, for whoever upgrades something
+CONSTANTS = bool, int, float, str, tuple
 KNOWN_FAULTS = {  # Words of a failure -> its cause, and what to move.
     "attribute 'prng'": "etils < 1.15.0 with jax >= 0.10.2: move etils",
     "_check_prng_key": "kauldron < 1.4.2 with jax >= 0.10.2: move kauldron",
-    "argument 'memo'": "kauldron < 1.4 with typeguard >= 4.5: move kauldron",
-    "model_surgery": "a module of orbax that is not published",
-}
+    "argument 'memo'": "kauldron < 1.4 with typeguard >= 4.5: move kauldron"}
 
-
-def signature(value):
-  """Returns a callable's parameters and defaults, "" where Python has none."""
+def describe(value):
+  """Returns what a caller relies on: a signature, or a constant's value."""
   try:
-    parameters = inspect.signature(value).parameters.values()
+    text = str(inspect.signature(value))
   except (TypeError, ValueError):
-    return ""
-  bare = [x.replace(annotation=inspect.Parameter.empty) for x in parameters]
-  return re.sub(r" at 0x\w+", "", str(inspect.Signature(bare)))
+    text = repr(value) if isinstance(value, CONSTANTS) else type(value).__name__
+  text += str(getattr(value, "__dataclass_params__", ""))
+  return re.sub(r" at 0x\w+", "", text)
 
-
-def public_surface(space, path="kd"):
-  """Returns the path of each public name below a module -> its signature."""
+def public_surface():
+  """Returns the path of each public name in Kauldron -> what it is like."""
+  for name in dir(kd):  # Namespaces are imported when they are first used.
+    with contextlib.suppress(Exception):  # One may lack something here.
+      getattr(kd, name)
   surface = {}
-  for name in filter(lambda name: name[0] != "_", dir(space)):
-    below = f"{path}.{name}"
-    try:
-      value = getattr(space, name)
-    except Exception as error:  # A namespace that this installation lacks.
-      surface[below] = f"{type(error).__name__}: {error}"
-      continue
-    kind = value if inspect.isclass(value) else type(value)
-    home = getattr(value, "__module__", None) or kind.__module__
-    if inspect.ismodule(value) and value.__name__.startswith("kauldron"):
-      surface[below] = "module"
-      if hasattr(value, "__path__"):  # A namespace, not one of its modules.
-        surface |= public_surface(value, below)
-    elif home.startswith("kauldron"):
-      init = kind.__init__ if dataclasses.is_dataclass(value) else value
-      surface[below] = signature(init) or kind.__name__
-      for method, function in inspect.getmembers(kind, inspect.isroutine):
-        home = str(getattr(function, "__module__", ""))
-        if home.startswith("kauldron") and not re.match("_[^_]|__i", method):
-          surface[f"{below}.{method}"] = signature(function)
+  for path in sorted(x for x in sys.modules if x.split(".")[0] == "kauldron"):
+    for name in filter(lambda x: x[0] != "_", dir(sys.modules[path])):
+      try:
+        value = getattr(sys.modules[path], name)
+      except Exception as error:  # As above.
+        value = f"{type(error).__name__}: {error}"
+      home = getattr(value, "__module__", None) or type(value).__module__
+      if home.startswith("kauldron") or isinstance(value, CONSTANTS):
+        surface[f"{path}.{name}"] = describe(value)
+      if home == path and inspect.isclass(value):
+        surface |= {f"{path}.{name}.{method}": describe(getattr(value, method))
+                    for method in vars(value) if method[0] != "_"}
   return surface
 
-
 def differences(old, new):
-  """Returns key -> (old, new) of two dicts, and how far off the floats are."""
-  changed, worst = {}, 0.0
-  for key in sorted(old.keys() | new.keys()):
-    x, y = old.get(key, "absent"), new.get(key, "absent")
-    off = 0.0 if x == y else np.inf
-    if isinstance(x, float) and isinstance(y, float) and x != y:
-      off = abs(x - y) / max(abs(x), abs(y))
-    if off > TOLERANCE:
-      changed[key] = x, y
-    else:
-      worst = max(worst, off)
-  return changed, worst
-
+  """Returns key -> (old, new), where two dicts differ by more than rounding."""
+  pairs = {key: (old.get(key, "absent"), new.get(key, "absent"))
+           for key in sorted(old.keys() | new.keys())}
+  return {key: (x, y) for key, (x, y) in pairs.items() if x != y and not (
+      isinstance(x, float) and isinstance(y, float)
+      and math.isclose(x, y, rel_tol=TOLERANCE))}
 
 def compare(old, new):
-  """Prints what changed between two reports; returns whether facts did."""
-  source = "".join(linecache.getlines(compare.__code__.co_filename))
-  before, after = old["sections"], new["sections"]
-  status = {name: (before[name]["status"], after[name]["status"])
-            for name in after if name in before}
-  facts, worst = differences(*(
-      {f"{name}.{key}": value for name in status
-       if status[name] == ("PASS", "PASS")
-       for key, value in sections[name]["facts"].items()}
-      for sections in (before, after)))
-  names = {}
-  if old["surface"] and new["surface"]:
-    for path, pair in differences(old["surface"], new["surface"])[0].items():
-      words = path.replace(".ktyping.", ".kt.").split(".")[1:]
-      used = ".".join(words[:2]) in source and all(x in source for x in words)
-      names[path + " (used here)" * used] = pair
-  for title, pairs in {
-      "versions changed": differences(old["versions"], new["versions"])[0],
-      "sections broke": {
-          name: ("PASS", f"{now} {first_line(after[name]['reason'])}")
-          for name, (was, now) in status.items() if was == "PASS" != now},
-      "sections were mended": {
-          name: pair for name, pair in status.items()
-          if pair[0] != pair[1] == "PASS"},
-      "facts changed": facts,
-      "sections are new or gone": differences(
-          dict.fromkeys(before.keys() - set(SECTIONS), "present"),
-          dict.fromkeys(after.keys() - before.keys(), "present"))[0],
-      "public names changed": names}.items():
-    print(f"{len(pairs)} {title}")
-    for key, (x, y) in pairs.items():
-      print(wrap(f"  {key}: {x} -> {y}", 78))
-  print(f"floats: equal within a relative {TOLERANCE}, at most {worst:.1g} off")
-  return bool(facts or names or ("PASS", "SKIP") in status.values())
+  """Prints what changed between two reports; returns whether behaviour did."""
+  source = "".join(inspect.findsource(compare)[0])
+  names = new["sections"].keys() | old["sections"].keys() - set(SECTIONS)
+  passed = {name for name in sorted(names) if all(
+      x["sections"].get(name, {}).get("facts") for x in (old, new))}
 
+  def view(x):
+    sections = {name: x["sections"][name] for name in names & {*x["sections"]}}
+    is_known = old["surface"] and new["surface"]
+    return {"versions": x["versions"],
+            "sections": {name: f"{y['status']} {first_line(y['reason'])}"
+                         for name, y in sections.items()},
+            "facts": {f"{name}.{key}": value for name in passed
+                      for key, value in sections[name]["facts"].items()},
+            "public names": x["surface"] if is_known else {}}
+
+  changed = {title: differences(before, view(new)[title])
+             for title, before in view(old).items()}
+  print("\nCompared with the baseline:")
+  for title, pairs in changed.items():
+    print(f"{len(pairs)} {title} changed")
+    for key, (x, y) in pairs.items():
+      used = re.search(rf"\W{key.rpartition('.')[2]}\W", source)
+      used = " (used here)" if used and title == "public names" else ""
+      print(wrap(f"  {key}{used}: {x} -> {y}", 78))
+  print(f"floats are equal within a relative {TOLERANCE}")
+  skipped = [now for _, now in changed["sections"].values() if "SKIP" in now]
+  return bool(changed["facts"] or changed["public names"] or skipped)
 
 # %% Summary
 def summary():
   """Prints a table of the sections that ran; returns the exit status."""
-  print(f"\n{'':8}{'seconds':>8}  what was proved")
-  for name, result in RESULTS.items():
-    print(f"  {result['status']:4} {result['seconds']:9.1f}"
-          f"  {SECTIONS.index(name):2} {result['title']}")
+  print(f"\n{RESULTS}")
   ended = [result["status"] for result in RESULTS.values()]
   counts = ", ".join(f"{ended.count(s)} {s}" for s in ("PASS", "SKIP", "FAIL"))
   print(f"\n{counts} of {len(OPTIONS.sections)} sections")
@@ -1365,21 +1369,15 @@ def summary():
     return 130
   return int("FAIL" in ended or (OPTIONS.strict and "SKIP" in ended))
 
-
 def report(status):
   """Writes the report, compares it, and returns the exit status."""
-  trained = any(globals()[name].imports for name in RESULTS)
   new = {
       "schema": SCHEMA, "python": sys.version, "platform": sys.platform,
       "devices": [str(device) for device in jax.devices()],
-      "versions": {package.name: package.version for package
-                   in reversed(list(importlib.metadata.distributions()))},
-      "patches": PATCHES, "sections": RESULTS,
-      "surface": public_surface(kd) if trained and not INTERRUPTS else {}}
-  if OPTIONS.baseline:
-    print("\nCompared with the baseline:")
-    changed = compare(OPTIONS.baseline, new)
-    status = status or (3 if changed else 0)
+      "versions": versions(), "patches": PATCHES, "sections": RESULTS,
+      "surface": public_surface() if "kauldron.train" in sys.modules else {}}
+  if OPTIONS.baseline and compare(OPTIONS.baseline, new):
+    status = status or 3
   if OPTIONS.report == "-":
     print(json.dumps(new, indent=1))
   elif OPTIONS.report:  # Whole or not at all.
@@ -1388,7 +1386,6 @@ def report(status):
     written.write_text(json.dumps(new, indent=1))
     written.replace(path)
   return status
-
 
 if RUNS:
   status = summary()
