@@ -4,7 +4,9 @@ Each case breaks one thing inside Kauldron or beside it, and names the section
 that claims it and the error that must end it.
 """
 
+import contextlib
 import dataclasses
+import importlib
 import importlib.metadata
 
 import jax
@@ -61,6 +63,42 @@ def _json_forgets_a_mutation(tour, monkeypatch):
       lambda cfg: to_json(cfg).replace("0.8", "0.9"))
 
 
+@breaks("config_tree")
+def _a_misspelt_argument_is_dropped(tour, monkeypatch):
+  resolve = konfig.resolve
+
+  def forgiving(cfg):
+    return resolve({k: v for k, v in dict(cfg).items() if k != "learning_rat"})
+
+  monkeypatch.setattr(konfig, "resolve", forgiving)
+
+
+@breaks("config_tree")
+def _any_type_is_accepted(tour, monkeypatch):
+  set_field = konfig.ConfigDict.__setattr__
+
+  def forgiving(cfg, name, value):
+    with contextlib.suppress(TypeError):
+      set_field(cfg, name, value)
+
+  monkeypatch.setattr(konfig.ConfigDict, "__setattr__", forgiving)
+
+
+@breaks("config_tree")
+def _merging_changes_the_original(tour, monkeypatch):
+  def merge(cfg, other):
+    cfg.update(other)
+    return cfg
+
+  monkeypatch.setattr(konfig.ConfigDict, "__or__", merge)
+
+
+@breaks("config_references")
+def _a_function_of_a_reference_is_a_copy(tour, monkeypatch):
+  monkeypatch.setattr(
+      konfig, "ref_fn", lambda function, x: function(x.get()))
+
+
 @breaks("config_references")
 def _a_reference_is_a_copy(tour, monkeypatch):
   monkeypatch.setattr(konfig.ConfigDict, "ref", property(lambda cfg: cfg))
@@ -77,6 +115,19 @@ def _a_path_stops_at_its_first_index(tour, monkeypatch):
     return arrays
 
   monkeypatch.setattr(kontext, "resolve_from_keyed_obj", first_head)
+
+
+@breaks("key_paths")
+def _a_path_has_no_slices(tour, monkeypatch):
+  get_by_path = kontext.get_by_path
+  monkeypatch.setattr(
+      kontext, "get_by_path",
+      lambda tree, path: get_by_path(tree, path.partition("[...")[0]))
+
+
+@breaks("key_paths")
+def _a_filter_keeps_everything(tour, monkeypatch):
+  monkeypatch.setattr(kontext, "filter_by_path", lambda tree, path: tree)
 
 
 @breaks("key_paths")
@@ -101,6 +152,38 @@ def _everything_is_refused(tour, monkeypatch):
     return call
 
   monkeypatch.setattr(tour.kt, "typechecked", refuse)
+
+
+def _refuses_nothing_of(monkeypatch, tour, spec):
+  """Lets the checkers read one axis spec as any shape."""
+  matches = tour.kt.Float["a b"].__class__.__getitem__
+  monkeypatch.setattr(
+      tour.kt.Float.__class__, "__getitem__",
+      lambda cls, axes: matches(cls, "..." if axes == spec else axes))
+
+
+@breaks("shape_checker")
+def _an_optional_axis_is_any_axes(tour, monkeypatch):
+  _refuses_nothing_of(monkeypatch, tour, "b? a")
+
+
+@breaks("shape_checker")
+def _a_product_of_axes_is_any_size(tour, monkeypatch):
+  _refuses_nothing_of(monkeypatch, tour, "a*b")
+
+
+@breaks("shape_checker")
+def _a_dataclass_is_not_checked(tour, monkeypatch):
+  monkeypatch.setattr(tour, "Interval", lambda low, high: None)
+
+
+@breaks("shape_checker")
+def _a_generator_is_not_checked(tour, monkeypatch):
+  def unchecked(tree):
+    for leaf in jax.tree.leaves(tree):
+      yield leaf[..., 0]
+
+  monkeypatch.setattr(tour, "norms", unchecked)
 
 
 @breaks("loss_and_metric")
@@ -504,7 +587,7 @@ def _older_one_checks_nothing(tour, monkeypatch):
   monkeypatch.setattr(kd.typing, "typechecked", lambda function: function)
 
 
-@breaks("type_checkers")
+@breaks("type_checkers", kd.ktyping.NoActiveScopeError)
 def _newer_one_checks_nothing(tour, monkeypatch):
   monkeypatch.setattr(kd.ktyping, "typechecked", lambda function: function)
 
@@ -528,12 +611,13 @@ def _newer_one_refuses_everything(tour, monkeypatch):
 def test_section_fails(tour, monkeypatch, capsys, case):
   name, error, sabotage = case
   section = getattr(tour, name)
-  if section.imports:
-    tour.import_quietly(section.imports)
+  importlib.import_module("kauldron.train")  # Before anything is broken.
   sabotage(tour, monkeypatch)
   jax.clear_caches()  # What is compiled already does not notice.
+  tour.base_run.cache_clear()  # Nor does what is trained.
   tour.run_section(section)
   jax.clear_caches()
+  tour.base_run.cache_clear()
   result = tour.RESULTS[name]
   assert result["status"] == "FAIL"
   assert result["reason"].startswith(error.__name__), result["reason"]
