@@ -113,10 +113,14 @@ def run_section(function):
     print(wrap("  facts: " + ", ".join(
         f"{key}: {textwrap.shorten(str(value), 44, placeholder='...')}"
         for key, value in facts.items()), 78))
-  reason = reason.partition("\n")[0]
-  print(f"  {status} {seconds:.1f}s {reason}".rstrip(), flush=True)
+  print(f"  {status} {seconds:.1f}s {first_line(reason)}".rstrip(), flush=True)
   if PROGRESS:
     PROGRESS.progress = len(RESULTS)
+
+def first_line(error):
+  """Returns the first line of a message, and the last one after a colon."""
+  lines = str(error).strip().splitlines() or [""]
+  return f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
 
 def print_traceback(error):
   """Prints the tour's frames and the last one; returns where that was."""
@@ -239,7 +243,7 @@ def install():
   before = versions()
   pip = subprocess.run(command, capture_output=True, text=True, check=False)
   if pip.returncode:
-    reason = re.search(r"(?im)^error.*|.*\Z", pip.stderr.strip())[0]
+    reason = re.search(r"(ERROR|error): [^\x1b\n]*|.*\Z", pip.stderr.strip())[0]
     stop(f"pip could not install Kauldron: {reason}")
   importlib.invalidate_caches()
   homes = importlib.metadata.packages_distributions()
@@ -377,10 +381,6 @@ def raises(kind, call, *args):
   with unittest.TestCase().assertRaises(kind) as caught:
     call(*args)
   return caught.exception
-
-def first_line(error):
-  """Returns the first line of an error's message."""
-  return (str(error).splitlines() or [""])[0]
 
 def three_updates(optimizer):
   """Returns params, shape (3,), after three steps on sum(params**4)."""

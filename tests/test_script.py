@@ -5,6 +5,9 @@ import json
 import os
 import pathlib
 import re
+import shlex
+import sys
+import tomllib
 
 import kauldron_tour
 import pytest
@@ -30,6 +33,7 @@ def test_whole_tour(whole_tour):
   last = len(kauldron_tour.SECTIONS)
   assert f"{last} PASS, 0 SKIP, 0 FAIL of {last} sections" in process.stdout
   assert max(map(len, process.stdout.splitlines())) <= 80
+  assert process.stdout.endswith("sections\n"), "something came afterwards"
   assert process.left_behind == []
 
 
@@ -53,7 +57,7 @@ def test_another_folder_and_a_space_in_the_path(script, tmp_path):
 
 def test_part_one_is_on_screen_before_tensorflow(script):
   process = script("--only", "1", "real_trainer")
-  before, _, after = process.stdout.partition("importing kauldron.train")
+  before, _, after = process.stdout.partition("Importing TensorFlow")
   assert "PASS" in before
   assert "PASS" in after
 
@@ -100,7 +104,16 @@ def test_optimized_python(script):
 
 
 def test_kauldron_is_missing(script):
-  _is_refused(script(python=["-S"]), "pip install -r requirements.txt")
+  """The command that is printed installs what the PEP 723 block asks for."""
+  process = script(python=["-S"])
+  _is_refused(process, "kauldron is not installed", "3.11 to 3.13")
+  _, command, _ = process.stderr.split("`")
+  comment = SCRIPT.read_text().partition("# /// script\n")[2]
+  block = re.sub("^# ?", "", comment.partition("# ///\n")[0], flags=re.M)
+  needed = tomllib.loads(block)["dependencies"]
+  assert shlex.split(command) == [
+      sys.executable, "-m", "pip", "install", *needed]
+  assert kauldron_tour.REQUIREMENTS == needed
 
 
 def test_an_old_python_is_told_which_will_do(script, tmp_path):
@@ -150,12 +163,24 @@ def test_workdir_keeps_runs_and_pictures(script, tmp_path):
   foreign = tmp_path / "out" / "sweep_base" / "foreign"
   foreign.parent.mkdir(parents=True)
   foreign.write_text("mine")
-  process = script("--only", "sweep", "--workdir", "out")
+  process = script("--only", "2", "8", "9", "--workdir", "out")
   assert process.returncode == 0, process
-  assert (tmp_path / "out" / "sweep.png").read_bytes().startswith(b"\x89PNG")
-  assert (tmp_path / "out" / "sweep_base_2" / "config.json").exists()
+  for name in ("schedule", "inner_layer", "sweep"):
+    picture = tmp_path / "out" / f"{name}.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+  (run,) = (tmp_path / "out").glob("sweep_base_*")
+  assert (run / "config.json").exists()
   assert list(foreign.parent.iterdir()) == [foreign]
   assert process.left_behind == []
+
+
+def test_without_matplotlib_there_is_no_picture(script, tmp_path):
+  lacking = tmp_path / "sitecustomize.py"
+  lacking.write_text("import sys\nsys.modules['matplotlib'] = None\n")
+  process = script("--only", "2", "--workdir", "out", PYTHONPATH=str(tmp_path))
+  assert process.returncode == 0, process
+  assert "  follows   | @##*=-.  |" in process.stdout
+  assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_kauldron_main_takes_the_tour_as_its_config(script, tmp_path):
