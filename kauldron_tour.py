@@ -406,7 +406,7 @@ def config_tree():
       lazy_optax.sgd(learning_rate=0.5, momentum=0.9),
   )
   show("cfg", cfg)
-  show("cfg[1]", (type(cfg[1]).__name__, cfg[1].__qualname__))
+  show("cfg[0]", (type(cfg[0]).__name__, cfg[0].__qualname__))
   before = konfig.resolve(cfg)
   cfg[1].momentum = 0.8  # Still a dict, so everything in it can change.
   show("cfg.to_json()", textwrap.fill(cfg.to_json(), 72))
@@ -417,10 +417,9 @@ def config_tree():
   assert updates[0] == updates[1] != updates[2], updates
   path = lazy_pathlib.Path("a")  # Any callable of any package will do.
   assert konfig.resolve(path) == pathlib.Path("a"), path
-
-  slip = cfg[1] | {"learning_rat": 1.0}  # A copy, updated.
+  slip = cfg[-1] | {"learning_rat": 1.0}  # A copy, updated.
   late = raises(TypeError, konfig.resolve, slip)
-  show("konfig.resolve(cfg[1] | {'learning_rat': 1.0})", str(late))
+  show("konfig.resolve(cfg[-1] | {'learning_rat': 1.0})", str(late))
   assert "argument 'learning_rat'" in str(late) and slip != cfg[1], late
   assert "created here" in str(late.__cause__), late.__cause__
   early = [raises(TypeError, setattr, cfg[1], "momentum", "high"),
@@ -680,7 +679,6 @@ def loss_and_metric():
       assert np.allclose(value, expected), (value, expected)
       mean = (first.compute() + rest.compute()) / 2
       assert not np.isclose(value, mean), "a mean of batch values would do"
-
   loss = FocalLoss(logits="preds", labels="batch.label")
   error = raises(kt.KTypeCheckError, loss.get_values, logits, labels[:, 0])
   assert "labels" in first_line(error) and "(30,)" in first_line(error), error
@@ -815,7 +813,7 @@ def real_trainer():
   assert loss < loss_before / 10, (loss_before, loss)
   assert accuracy > 0.95, accuracy
   return dict(loss=loss, accuracy=accuracy, steps=str(steps), saved=str(saved),
-              params=" ".join(kontext.flatten_with_path(state.params)))
+              config=get_config().to_json())
 
 # %% 7. The training loop is one you could write yourself
 def distance(tree, other):
@@ -921,8 +919,9 @@ def inner_layer():
   assert norms[0] == list(range(LOG_EVERY + 1)), norms
   assert np.isclose(norms[1][-1], by_hand, rtol=1e-4), (norms, by_hand)
   assert np.allclose(histogram.tensor, output.ravel(), atol=1e-4), output
-  context = kontext.flatten_with_path(resolved(get_config()).context_specs)
-  return dict(norm=norms[1][-1], context=" ".join(context))
+  specs = kontext.flatten_with_path(resolved(get_config()).context_specs)
+  context = " ".join(f"{path}{x.shape}" for path, x in specs.items())
+  return dict(norm=norms[1][-1], context=context)
 
 # %% 9. A sweep changes one line at a time
 VARIANTS = {  # Name -> the path that it changes in the config, and to what.
@@ -1050,7 +1049,8 @@ def rebuilt_run():
   found = step, distance(preds, expected), distance(state, trained)
   show("step restored; distance of preds, of states", found)
   assert found == (3 * SAVE_EVERY, 0, 0), found
-  return dict(step=step, files=" ".join(sorted(os.listdir(workdir))))
+  return dict(step=step, files=" ".join(sorted(os.listdir(workdir))),
+              element_spec=(workdir / "element_spec.json").read_text())
 
 # %% 13. Trained weights are loaded, part is frozen
 @section("Trained weights are loaded, part is frozen")
@@ -1108,7 +1108,7 @@ def event_files():
   show("last line of the table", total)
   num_params = sum(x.size for x in jax.tree.leaves(state.params))
   assert total.startswith(f"Total: {num_params:,} "), (total, num_params)
-  return dict(total=total, tags=" ".join(computed.loss_values))
+  return dict(table=re.sub(r"-?\d+\.\S+", "", table.decode()))
 
 # %% 15. One config line shards the model
 @section("One config line shards the model")
@@ -1283,15 +1283,18 @@ KNOWN_FAULTS = {  # Words of a failure -> its cause, and what to move.
     "_check_prng_key": "kauldron < 1.4.2 with jax >= 0.10.2: move kauldron",
     "argument 'memo'": "kauldron < 1.4 with typeguard >= 4.5: move kauldron"}
 
-def describe(value):
-  """Returns what a caller relies on: a signature, or a constant's value."""
-  is_made = dataclasses.is_dataclass(value)
+def describe(path, value, surface):
+  """Adds path -> a signature or constant, and what is below it in a class."""
+  made = getattr(value, "__dataclass_params__", "")
   try:
-    text = str(inspect.signature(value.__init__ if is_made else value))
+    text = str(inspect.signature(value.__init__ if made else value))
   except (TypeError, ValueError):
     text = repr(value) if isinstance(value, CONSTANTS) else type(value).__name__
-  text += str(getattr(value, "__dataclass_params__", ""))
-  return re.sub(r" at 0x\w+", "", text)
+  name = getattr(value, "__qualname__", "")
+  surface[path] = re.sub(r" at 0x\w+", "", f"{name}{text}{made}")
+  if inspect.isclass(value) and path == f"{value.__module__}.{name}":
+    for name in filter(lambda x: x[0] != "_", vars(value)):
+      describe(f"{path}.{name}", getattr(value, name), surface)
 
 def public_surface():
   """Returns the path of each public name in Kauldron -> what it is like."""
@@ -1307,10 +1310,7 @@ def public_surface():
         value = f"{type(error).__name__}: {error}"
       home = getattr(value, "__module__", None) or type(value).__module__
       if home.startswith("kauldron") or isinstance(value, CONSTANTS):
-        surface[f"{path}.{name}"] = describe(value)
-      if home == path and inspect.isclass(value):
-        surface |= {f"{path}.{name}.{method}": describe(getattr(value, method))
-                    for method in vars(value) if method[0] != "_"}
+        describe(f"{path}.{name}", value, surface)
   return surface
 
 def differences(old, new):
