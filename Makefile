@@ -26,7 +26,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help tour test soak lint smoke matrix lock clean
+.PHONY: help tour test soak lint smoke matrix notebook lock clean
 
 help:  ## Print the targets.
 	@sed -n 's/^\([a-z]*\):.*##/\1:/p' $(MAKEFILE_LIST) | \
@@ -56,6 +56,10 @@ smoke: $(STAMP)  ## Say what CANDIDATE='jax==...' breaks or changes.
 matrix:  ## Run the tour in a new environment on each Python of PYTHONS.
 	@sh tests/matrix.sh $(PYTHONS)
 
+notebook: $(STAMP)  ## Make kauldron_tour.ipynb, with its outputs.
+	@$(BIN)/jupytext --quiet --to ipynb kauldron_tour.py
+	@$(BIN)/jupyter-execute --inplace kauldron_tour.ipynb
+
 lock:  ## Compile requirements.txt again (needs uv).
 	@command -v uv >/dev/null || { echo "make: lock needs uv." >&2; exit 2; }
 	uv pip compile --quiet --universal --upgrade --generate-hashes \
@@ -64,7 +68,7 @@ lock:  ## Compile requirements.txt again (needs uv).
 
 clean:  ## Remove what make and the tests have made.
 	rm -rf $(VENV) .smoke .pytest_cache .ruff_cache .mypy_cache \
-	  __pycache__ tests/__pycache__
+	  kauldron_tour.ipynb __pycache__ tests/__pycache__
 
 # Installs only when requirements.txt is newer than the last installation.
 $(STAMP): requirements.txt

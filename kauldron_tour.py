@@ -143,13 +143,6 @@ def show(label, value):
     text = textwrap.indent(lines, "    ")
   print(f"  {label} => {text}")
 
-@functools.cache
-def temporary_dir():
-  """Returns the path of a directory that is removed at exit, no sooner."""
-  path = tempfile.mkdtemp(prefix="kauldron_tour_")
-  atexit.register(shutil.rmtree, path, ignore_errors=True)
-  return path
-
 def draw(name, curves, **axes):
   """Draws label -> (steps, values >= 0) as text, and if it can as a picture."""
   top = max(max(y) for _, y in curves.values())
@@ -228,6 +221,13 @@ def parse_options(argv):
 REQUIREMENTS = """kauldron>=1.4.2 jax flax optax etils numpy
 google-cloud-bigquery>=3.20""".split()
 
+@functools.cache
+def temporary_dir():
+  """Returns the path of a directory that is removed at exit, no sooner."""
+  path = tempfile.mkdtemp(prefix="kauldron_tour_")
+  atexit.register(shutil.rmtree, path, ignore_errors=True)
+  return path
+
 def versions():
   """Returns the name of each installed package -> its version."""
   return {package.name: package.version for package
@@ -243,8 +243,8 @@ def install():
   before = versions()
   pip = subprocess.run(command, capture_output=True, text=True, check=False)
   if pip.returncode:
-    reason = re.search(r"(ERROR|error): [^\x1b\n]*|.*\Z", pip.stderr.strip())[0]
-    stop(f"pip could not install Kauldron: {reason}")
+    reasons = re.findall(r"(?i)error: [^\x1b\n]*|.*\Z", pip.stderr.strip())
+    stop(f"pip could not install Kauldron: {reasons[0]}")
   importlib.invalidate_caches()
   homes = importlib.metadata.packages_distributions()
   changed = dict(before.items() - versions().items()).keys()
@@ -451,7 +451,7 @@ def config_references():
       show(f"{name} at 10, 50, 90 % of {num_steps:4} steps",
            rates[name, num_steps][[1, 5, 9]].round(3).tolist())
   draw("schedule", {name: (steps, rates[name, 200]) for name in cfg.keys()
-                    if (name, 200) in rates}, xlabel="step", ylabel="rate")
+                    if (name, 200) in rates}, xlabel="step", ylabel="learning rate")
   expected = PEAK * (1 + np.cos(np.pi * np.arange(9) / 9)) / 2  # After warm-up.
   for key in (("follows", 1000), ("frozen", 1000), ("follows", 200)):
     assert np.allclose(rates[key], [0, *expected], atol=1e-6), rates[key]
@@ -941,7 +941,7 @@ def sweep():
   base = get_config()
   base.num_train_steps, base.log_metrics_every = NUM_STEPS // 5, 1
   flat, curves = kontext.flatten_with_path(base), {}
-  print(f"  {'variant':9} {'changed line':37} held-out accuracy")
+  rows = [f"  {'variant':9} {'changed line':42} held-out accuracy"]
   for name, change in VARIANTS.items():
     cfg = base.copy_and_resolve_references()
     for path, value in change.items():
@@ -952,8 +952,8 @@ def sweep():
     state, _ = konfig.resolve(cfg).train()
     curves[name] = read_events(cfg.workdir, "losses/total")
     _, accuracy = held_out_scores(state.params)
-    line = ", ".join(f"{path}={value}" for path, value in change.items())
-    print(f"  {name:9} {line:37} {accuracy:.3f}")
+    rows.append(f"  {name:9} {str(change)[1:-1]:42} {accuracy:.3f}")
+  print("\n".join(rows))
   again = curves.pop("again")
   assert again == curves["base"] and len(again[0]) == NUM_STEPS // 5 + 1, again
   draw("sweep", curves, xlabel="step", ylabel="training loss (nats)")
@@ -1344,8 +1344,8 @@ def compare(old, new):
   for title, pairs in changed.items():
     print(f"{len(pairs)} {title} changed")
     for key, (x, y) in pairs.items():
-      used = re.search(rf"\W{key.rpartition('.')[2]}\W", source)
-      used = " (used here)" if used and title == "public names" else ""
+      is_used = re.search(rf"\W{key.rpartition('.')[2]}\W", source)
+      used = " (used here)" if is_used and title == "public names" else ""
       print(wrap(f"  {key}{used}: {x} -> {y}", 78))
   print(f"floats are equal within a relative {TOLERANCE}")
   skipped = [now for _, now in changed["sections"].values() if "SKIP" in now]

@@ -1,6 +1,7 @@
 """What all tests share: CPU only, and the tour as a module."""
 
 import functools
+import gc
 import json
 import os
 import pathlib
@@ -17,6 +18,16 @@ sys.path.insert(0, str(ROOT))
 pytest.register_assert_rewrite("kauldron_tour")
 
 import kauldron_tour
+
+
+def pytest_configure(config):
+  """Registers the marker by which `make quick` leaves out what takes long."""
+  config.addinivalue_line(
+      "markers", "slow: runs the tour as a script, or a section once more")
+
+
+def pytest_unconfigure():
+  gc.freeze()  # Taking everything apart would cost two seconds.
 
 
 @pytest.fixture

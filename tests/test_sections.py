@@ -1,5 +1,6 @@
 """Every section passes, alone and in any order, with facts for a report."""
 
+import functools
 import json
 import os
 import pathlib
@@ -11,20 +12,36 @@ import kauldron_tour
 import pytest
 
 ROOT = pathlib.Path(kauldron_tour.__file__).parent
+each_section = pytest.mark.parametrize("name", kauldron_tour.SECTIONS)
 
 
-@pytest.mark.parametrize("name", kauldron_tour.SECTIONS)
-def test_section(tour, whole_tour, name):
-  facts = getattr(tour, name)()
+@functools.cache
+def facts_of(name):
+  """Returns the facts of a section that runs in this process, once."""
+  function = getattr(kauldron_tour, name)
+  if function.imports:
+    kauldron_tour.import_quietly(function.imports)
+  return function()
+
+
+@each_section
+def test_section(name):
+  facts = facts_of(name)
   assert facts
   for key, value in facts.items():
     assert re.fullmatch(r"[\w.]+", key), key
     assert isinstance(value, (bool, int, float, str)), (key, value)
   assert json.loads(json.dumps(facts)) == facts
+
+
+@pytest.mark.slow
+@each_section
+def test_facts_are_those_of_the_script(whole_tour, name):
   as_script = whole_tour[1]["sections"][name]["facts"]
-  assert tour.differences(as_script, facts)[0] == {}
+  assert kauldron_tour.differences(as_script, facts_of(name))[0] == {}
 
 
+@pytest.mark.slow
 def test_each_section_alone_in_a_process(tmp_path):
   """Forked from a process with Kauldron imported, before JAX has started."""
   driver = tmp_path / "driver.py"
@@ -47,6 +64,7 @@ def test_each_section_alone_in_a_process(tmp_path):
   assert ended == [(name, "0") for name in kauldron_tour.SECTIONS], process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config_tree", "resumed_run"])
 def test_twice_in_one_process(tour, name):
   assert getattr(tour, name)() == getattr(tour, name)()
