@@ -78,7 +78,7 @@ def sections(tour):
 
 def steps(tour):
   """Returns way to train -> microseconds that one more step takes."""
-  tour.import_quietly(tour.TRAIN)
+  tour.import_quietly("kauldron.train")
   trainer, optimizer = tour.resolved(tour.get_config()), tour.optax.adam(0.005)
   init, result = trainer.init_state, {}
 

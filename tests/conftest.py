@@ -7,12 +7,15 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 # Before JAX is imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
+CACHE = tempfile.TemporaryDirectory(prefix="compiled_")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", CACHE.name)
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 pytest.register_assert_rewrite("kauldron_tour")
@@ -27,13 +30,14 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure():
+  CACHE.cleanup()
   gc.freeze()  # Taking everything apart would cost two seconds.
 
 
 @pytest.fixture
 def tour(monkeypatch):
   """The tour as a module, with nothing recorded yet."""
-  monkeypatch.setattr(kauldron_tour, "RESULTS", {})
+  monkeypatch.setattr(kauldron_tour, "RESULTS", kauldron_tour.Results())
   return kauldron_tour
 
 
@@ -46,7 +50,8 @@ def run_tour(folder, *arguments, python=(), path=ROOT / "kauldron_tour.py",
   """
   temporary = folder / "tmp"
   temporary.mkdir(exist_ok=True)
-  ours = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+  ours = {name: value for name, value in os.environ.items()
+          if not name.startswith(("JAX_", "TF_CPP_", "TQDM_"))}
   process = subprocess.run(
       [sys.executable, *python, path, *arguments], cwd=folder,
       env=ours | {"TMPDIR": str(temporary)} | environ,
