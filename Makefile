@@ -4,6 +4,7 @@
 # `make test PYTHON=python3.12`.
 PYTHON ?= python3
 PYTHONS ?= python3.11 python3.12 python3.13
+RUNS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -26,7 +27,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help tour test soak lint smoke matrix notebook lock clean
+.PHONY: help tour test quick bench soak lint smoke matrix notebook lock clean
 
 help:  ## Print the targets.
 	@sed -n 's/^\([a-z]*\):.*##/\1:/p' $(MAKEFILE_LIST) | \
@@ -37,6 +38,13 @@ tour: $(STAMP)  ## Run the tour.
 
 test: $(STAMP)  ## Run the tests.
 	@$(BIN)/python -m pytest tests
+
+quick: $(STAMP)  ## Run each section and the checks of style and README, once.
+	@$(BIN)/python -m pytest -m "not slow" \
+	  tests/test_sections.py tests/test_style.py tests/test_readme.py
+
+bench: $(STAMP)  ## Measure the tour: seconds, memory, compilations, steps.
+	@$(BIN)/python tests/bench.py --runs $(RUNS)
 
 soak: $(STAMP)  ## Kill twenty trainings and see each of them resume.
 	@SOAK_KILLS=20 $(BIN)/python -m pytest tests/test_crash.py -k killed -s

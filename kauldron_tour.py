@@ -450,8 +450,8 @@ def config_references():
       rates[name, num_steps] = np.array(jax.vmap(rate)(steps), float)
       show(f"{name} at 10, 50, 90 % of {num_steps:4} steps",
            rates[name, num_steps][[1, 5, 9]].round(3).tolist())
-  draw("schedule", {name: (steps, rates[name, 200]) for name in cfg.keys()
-                    if (name, 200) in rates}, xlabel="step", ylabel="learning rate")
+  draw("schedule", {x: (steps, rates[x, 200]) for x in ("follows", "frozen")},
+       xlabel="step", ylabel="learning rate")
   expected = PEAK * (1 + np.cos(np.pi * np.arange(9) / 9)) / 2  # After warm-up.
   for key in (("follows", 1000), ("frozen", 1000), ("follows", 200)):
     assert np.allclose(rates[key], [0, *expected], atol=1e-6), rates[key]
@@ -654,8 +654,8 @@ def recall_by_hand(logits, labels, mask):
 def loss_and_metric():
   """Both turn arrays into a state, and merged states are the state of all.
 
-  A loss gives values, which its base class masks and averages; a metric gives
-  its whole state. Neither names a model: key paths bring them their arrays.
+  A loss gives values, which its base class masks, averages and weights; a metric
+  gives its whole state. Key paths bring the arrays, so neither names a model.
   """
   rng = np.random.default_rng(SEED)
   logits = rng.normal(size=(30, 3)).astype(np.float32)
@@ -664,11 +664,12 @@ def loss_and_metric():
 
   def context(rows, mask):
     batch = {"label": labels[rows], "mask": mask[rows]}
-    return {"step": 0, "preds": logits[rows], "batch": batch}
+    return {"step": 3, "preds": logits[rows], "batch": batch}
 
   for key, mask in ((None, np.ones_like(some)), ("batch.mask", some)):
     keys = dict(logits="preds", labels="batch.label", mask=key)
-    for part, by_hand in ((FocalLoss(**keys), focal_loss_by_hand),
+    loss = FocalLoss(**keys, weight=optax.linear_schedule(0, 2, 6))  # 1 at 3.
+    for part, by_hand in ((loss, focal_loss_by_hand),
                           (BalancedAccuracy(**keys), recall_by_hand)):
       whole, first, rest = (
           jax.jit(part.get_state_from_context)(context(rows, mask))
@@ -679,7 +680,6 @@ def loss_and_metric():
       assert np.allclose(value, expected), (value, expected)
       mean = (first.compute() + rest.compute()) / 2
       assert not np.isclose(value, mean), "a mean of batch values would do"
-  loss = FocalLoss(logits="preds", labels="batch.label")
   error = raises(kt.KTypeCheckError, loss.get_values, logits, labels[:, 0])
   assert "labels" in first_line(error) and "(30,)" in first_line(error), error
   return dict(refused=first_line(error))
