@@ -43,7 +43,7 @@ quick: $(STAMP)  ## Run each section and the checks of style and README, once.
 	@$(BIN)/python -m pytest -m "not slow" \
 	  tests/test_sections.py tests/test_style.py tests/test_readme.py
 
-bench: $(STAMP)  ## Measure the tour: seconds, memory, compilations, steps.
+bench: $(STAMP)  ## Measure what the tour takes, in all and part by part.
 	@$(BIN)/python tests/bench.py --runs $(RUNS)
 
 soak: $(STAMP)  ## Kill twenty trainings and see each of them resume.

@@ -654,8 +654,8 @@ def recall_by_hand(logits, labels, mask):
 def loss_and_metric():
   """Both turn arrays into a state, and merged states are the state of all.
 
-  A loss gives values, which its base class masks, averages and weights; a metric
-  gives its whole state. Key paths bring the arrays, so neither names a model.
+  A loss gives values, which its base class masks, averages and weights; metrics
+  give their whole state. Key paths bring the arrays, so neither names a model.
   """
   rng = np.random.default_rng(SEED)
   logits = rng.normal(size=(30, 3)).astype(np.float32)
