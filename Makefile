@@ -37,7 +37,7 @@ tour: $(STAMP)  ## Run the tour.
 	@$(BIN)/python kauldron_tour.py
 
 test: $(STAMP)  ## Run the tests.
-	@$(BIN)/python -m pytest tests
+	@$(BIN)/python -m pytest -n auto --dist loadfile tests
 
 quick: $(STAMP)  ## Run each section and the checks of style and README, once.
 	@$(BIN)/python -m pytest -m "not slow" \

@@ -125,8 +125,10 @@ def main(runs):
         ("d", [TOUR], {}), ("e", [TOUR], kept),
         ("f", [__file__, "sections"], {"JAX_NUM_CPU_DEVICES": "2"}),
         ("g", [__file__, "steps"], {"JAX_NUM_CPU_DEVICES": "1"})]:
+      print(kind, end=" ", file=sys.stderr, flush=True)
       for key, value in run(*arguments, **environ).items():
         results[kind][key].append(value)
+  print(file=sys.stderr)
   results["b"]["seconds"] = results["d"]["lesson"]
   heads = " median  least   most"
   print(f"{'seconds of whole processes':38}{heads}    CPU     MB")

@@ -411,6 +411,24 @@ def _writes_scaled_scalars(tour, monkeypatch):
 
 
 @breaks("event_files")
+def _writes_summaries_with_the_metrics_only(tour, monkeypatch):
+  write = kd.train.KDMetricWriter.write_step_metrics
+
+  def seldom(self, *, step, **kwargs):
+    if step % tour.LOG_EVERY == 0:
+      write(self, step=step, **kwargs)
+
+  monkeypatch.setattr(kd.train.KDMetricWriter, "write_step_metrics", seldom)
+
+
+@breaks("loss_and_metric")
+def _a_loss_has_the_weight_of_step_0(tour, monkeypatch):
+  weight = kd.losses.Loss.get_weight
+  monkeypatch.setattr(
+      kd.losses.Loss, "get_weight", lambda self, step=None: weight(self, 0))
+
+
+@breaks("event_files")
 def _writes_negative_images(tour, monkeypatch):
   write = kd.train.KDMetricWriter.write_images
 
@@ -573,13 +591,6 @@ def _reports_the_source_as_its_spec(tour, monkeypatch):
   from etils import etree
   monkeypatch.setattr(kd.data.py.DataSource, "element_spec", property(
       lambda self: etree.spec_like(self.data_source[0])))
-
-
-@breaks("data_pipeline")
-def _inspects_another_batch(tour, monkeypatch):
-  stats = kd.inspect.get_batch_stats
-  monkeypatch.setattr(kd.inspect, "get_batch_stats",
-             lambda batch: stats(jax.tree.map(lambda x: x + 1, batch)))
 
 
 @breaks("type_checkers")
