@@ -67,6 +67,8 @@ def sections(tour):
   on.register_event_listener(lambda event, **_: counts.update([event]))
   on.register_event_duration_secs_listener(lambda event, seconds, **_: (
       counts.update({event: 1, event + " seconds": seconds})))
+  tour.import_quietly("kauldron.train")
+  tour.jax.config.update("jax_compilation_cache_dir", tour.temporary_dir())
   for name in tour.SECTIONS:
     counts.clear()
     tour.run_section(getattr(tour, name))
