@@ -447,7 +447,7 @@ def config_references():
     cfg.num_train_steps = num_steps
     for name in ("follows", "frozen"):
       rate, steps = konfig.resolve(cfg[name]), np.arange(10) * num_steps // 10
-      rates[name, num_steps] = np.array(jax.vmap(rate)(steps), float)
+      rates[name, num_steps] = np.array(jax.jit(jax.vmap(rate))(steps), float)
       show(f"{name} at 10, 50, 90 % of {num_steps:4} steps",
            rates[name, num_steps][[1, 5, 9]].round(3).tolist())
   draw("schedule", {x: (steps, rates[x, 200]) for x in ("follows", "frozen")},
