@@ -243,8 +243,8 @@ def install():
   before = versions()
   pip = subprocess.run(command, capture_output=True, text=True, check=False)
   if pip.returncode:
-    reasons = re.findall(r"(?i)error: [^\x1b\n]*|.*\Z", pip.stderr.strip())
-    stop(f"pip could not install Kauldron: {reasons[0]}")
+    why = re.findall(r"(?:ERROR|error): [^\x1b\n]*|.*\Z", pip.stderr.strip())
+    stop(f"pip could not install Kauldron: {why[0]}")
   importlib.invalidate_caches()
   homes = importlib.metadata.packages_distributions()
   changed = dict(before.items() - versions().items()).keys()

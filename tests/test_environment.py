@@ -184,7 +184,8 @@ def test_a_folder_that_cannot_be_written_and_an_ordinary_user():
   try:
     process = subprocess.run(
         [python, SCRIPT, *LIGHT], user=65534, extra_groups=[], cwd="/",
-        env=os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")},
+        env={"PYTHONPATH": sysconfig.get_path("purelib"),
+             "PATH": os.environ["PATH"]},
         text=True, capture_output=True, check=False)
   except PermissionError:
     pytest.skip("an ordinary user cannot run this Python")
