@@ -387,7 +387,8 @@ def three_updates(optimizer):
   params = jnp.array([1.0, -2.0, 3.0])
   opt_state = optimizer.init(params)
   for _ in range(3):
-    updates, opt_state = optimizer.update(4 * params**3, opt_state, params)
+    grads = 4 * params**3
+    updates, opt_state = jax.jit(optimizer.update)(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
   return params.tolist()
 
@@ -438,7 +439,6 @@ def config_references():
   def schedule(steps):
     return lazy_optax.warmup_cosine_decay_schedule(
         0.0, PEAK, warmup_steps=steps // 10, decay_steps=steps)
-
   cfg, rates = konfig.ConfigDict({"num_train_steps": 1000}), {}
   cfg.follows = schedule(cfg.ref.num_train_steps)
   cfg.frozen = schedule(cfg.num_train_steps)
@@ -665,7 +665,6 @@ def loss_and_metric():
   def context(rows, mask):
     batch = {"label": labels[rows], "mask": mask[rows]}
     return {"step": 3, "preds": logits[rows], "batch": batch}
-
   for key, mask in ((None, np.ones_like(some)), ("batch.mask", some)):
     keys = dict(logits="preds", labels="batch.label", mask=key)
     loss = FocalLoss(**keys, weight=optax.linear_schedule(0, 2, 6))  # 1 at 3.
@@ -689,6 +688,7 @@ def import_quietly(module):
   """Imports a module, keeping from stderr what TensorFlow says on the way."""
   importlib.import_module("absl.logging")  # It keeps the stderr that it finds.
   stderr = os.dup(2)
+  gc.disable()  # So much is loaded that it would run all the time.
   with tempfile.TemporaryFile("w") as said, contextlib.redirect_stderr(said):
     os.dup2(said.fileno(), 2)  # For what does not go through `sys.stderr`.
     try:
@@ -698,6 +698,7 @@ def import_quietly(module):
     finally:
       os.dup2(stderr, 2)
       os.close(stderr)
+      gc.enable()
 
 if RUNS and not {*OPTIONS.sections} <= {*SECTIONS[:6]}:
   print("\nImporting TensorFlow: 5 to 15 seconds, once ...", flush=True)
@@ -852,7 +853,7 @@ def readable_loop():
   trainer = konfig.resolve(cfg)
   batches = list(itertools.islice(trainer.train_ds, NUM_STEPS + 1))
   stepped = loop(trainer, trainer.init_state(), batches)
-  params = trainer.init_state().params
+  params = jax.device_get(trainer.init_state().params)
   optimizer = optax.adam(LEARNING_RATE)
   opt_state = optimizer.init(params)
   for batch in batches:
@@ -1267,7 +1268,6 @@ def type_checkers():
   show("accepted by ktyping only", differs)
   assert differs.keys() == {"+c a", "b? a", "Int"}, (older, newer)
   assert {*newer["Int"]} - {*older["Int"]} == {"uint8"}, (older, newer)
-
   @kd.typing.typechecked
   def first(x: kd.typing.Float["*b n"], k: int) -> kd.typing.Float["*b 2"]:
     return x[..., :k]
