@@ -147,7 +147,7 @@ def draw(name, curves, **axes):
   """Draws label -> (steps, values >= 0) as text, and if it can as a picture."""
   top = max(max(y) for _, y in curves.values())
   for label, (_, y) in curves.items():
-    dots = "".join(" .:-=+*#@"[int(8 * value / top)] for value in y)
+    dots = "".join(" .:-=+*#@"[round(8 * value / top)] for value in y)
     print(f"  {label:9} |{dots}|")
   if not (importlib.util.find_spec("matplotlib") and (
       IN_NOTEBOOK or OPTIONS.workdir)):

@@ -179,7 +179,7 @@ def test_without_matplotlib_there_is_no_picture(script, tmp_path):
   lacking.write_text("import sys\nsys.modules['matplotlib'] = None\n")
   process = script("--only", "2", "--workdir", "out", PYTHONPATH=str(tmp_path))
   assert process.returncode == 0, process
-  assert "  follows   | @##*=-.  |" in process.stdout
+  assert "  follows   | @@#*+-:. |" in process.stdout
   assert list((tmp_path / "out").iterdir()) == []
 
 
