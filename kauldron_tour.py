@@ -14,7 +14,7 @@ shows it in a few lines and asserts it, so that what passes is true of the
 versions you have installed. It is not a reference, not a benchmark and not a
 good model: the data is synthetic and everything trains on a CPU.
 
-Run (about 40 seconds on two cores, 5 of them importing TensorFlow):
+Run (20 to 25 seconds on two cores, 5 of them importing TensorFlow):
 
   python kauldron_tour.py                   # everything
   python kauldron_tour.py --list            # names and numbers of the sections
