@@ -1244,7 +1244,7 @@ def data_pipeline():
   assert len(ds) == 1024 // BATCH_SIZE, len(ds)
   batch = ds[1]
   assert distance(batch, list(itertools.islice(ds, 2))[1]) == 0, "not in order"
-  show("second batch", {k: (x.min(), x.max()) for k, x in batch.items()})
+  show("ds[1]", {k: f"{x.min():.2f}..{x.max():.2f}" for k, x in batch.items()})
   source = {k: x[BATCH_SIZE:2 * BATCH_SIZE] for k, x in train_images().items()}
   image = (source["image"] + 1) / 2
   by_hand = dict(angle=source["label"], image=image, mirrored=image[:, :, ::-1])

@@ -84,14 +84,10 @@ def test_a_batch_that_the_devices_cannot_share(script):
 # What an installation may lack.
 
 
-def _at_startup(folder, code):
-  """Returns a variable with which Python runs the code before anything else."""
-  (folder / "sitecustomize.py").write_text(code)
-  return {"PYTHONPATH": str(folder)}
-
-
 def test_numpy_without_float128(script, tmp_path):
-  lacking = _at_startup(tmp_path, "import numpy\ndel numpy.float128\n")
+  startup = tmp_path / "sitecustomize.py"
+  startup.write_text("import numpy\ndel numpy.float128\n")
+  lacking = {"PYTHONPATH": str(tmp_path)}
   process = script("--only", "0", "4", "6", **lacking)
   _passes(process, 3)
   assert "patched numpy.float128 =>" in process.stdout
