@@ -22,7 +22,9 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TOUR = str(ROOT / "kauldron_tour.py")
 FEW = "import jax, flax, optax"
-ALL = FEW + """, etils.enp, kauldron.train, kauldron.typing
+ALL = FEW + """, etils.enp, kauldron.train, kauldron.typing, matplotlib.image
+import kauldron.data.py, kauldron.evals, kauldron.modules, kauldron.optim
+import tensorboard.backend.event_processing.event_accumulator
 from kauldron import kd, konfig, kontext"""
 CHILDREN = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
 COMPILED = "/jax/core/compile/backend_compile_duration"  # Or found in a cache.
@@ -81,7 +83,8 @@ def sections(tour):
 def steps(tour):
   """Returns way to train -> microseconds that one more step takes."""
   tour.import_quietly("kauldron.train")
-  trainer, optimizer = tour.resolved(tour.get_config()), tour.optax.adam(0.005)
+  trainer = tour.konfig.resolve(tour.get_config())
+  optimizer = tour.optax.adam(0.005)
   init, result = trainer.init_state, {}
 
   def plain(batches):
@@ -99,7 +102,8 @@ def steps(tour):
   batches = list(itertools.islice(trainer.train_ds, 2 * NUM_STEPS))
   for name, call in (
       (PLAIN, plain),
-      ("a loop over trainstep.step", lambda x: tour.loop(trainer, init(), x)),
+      ("a loop over trainstep.step",
+       lambda x: tour.loop(trainer, init(), x)[0]),
       (f"train(), metrics every {tour.LOG_EVERY} steps", train)):
     times = []
     for number in (tour.LOG_EVERY, NUM_STEPS, 2 * NUM_STEPS):  # First: compile.

@@ -104,7 +104,7 @@ def test_pasted_whole_and_pasted_again(execute, whole_tour):
     assert list(_ended(text).items()) == list(statuses.items())
     assert f"{count - 1} PASS, 1 SKIP, 0 FAIL of {count} sections" in text
     assert "SKIP config_file: the tour was pasted" in text
-    assert "True {'paths'" in _text(called)
+    assert "True {'wrong'" in _text(called)
     _assert_one_full_bar([pasted], count)
     _assert_pictures([pasted], len(re.findall(r"^  draw\(", SOURCE, re.M)))
   (table,) = _shown([cells[3]], "text/plain")

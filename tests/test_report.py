@@ -35,7 +35,7 @@ def test_report(light):
   section = report["sections"]["key_paths"]
   assert section["status"] == "PASS"
   assert section["seconds"] > 0
-  assert "preds.heads[1].logits" in section["facts"]["paths"]
+  assert "preds.heads[1].logits" in section["facts"]["wrong"]
   assert report["surface"] == {}, "Part I needs no TensorFlow"
 
 
@@ -235,7 +235,7 @@ def test_kauldron_1_4_1_is_diagnosed(layered):
   assert status == 1
   assert "cause: kauldron < 1.4.2" in text
   assert "FAIL config_tree: TypeError: unsupported operand type(s)" in text
-  for name in ("config_references", "key_paths", "shape_checker"):
+  for name in ("config_references", "key_paths", "loss_and_metric"):
     assert f"FAIL {name}" not in text
 
 

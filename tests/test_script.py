@@ -207,8 +207,7 @@ def test_a_run_is_rebuilt_by_another_process(script, tmp_path):
     cfg.workdir, cfg.num_train_steps = {str(tmp_path / 'run')!r}, 4
     cfg.checkpointer = tour.lazy_kd.ckpts.Checkpointer(save_interval_steps=4)
     trainer = tour.konfig.resolve(cfg)
-    state = tour.state_after(4, cfg)
-    cfg.workdir = {str(tmp_path / 'run')!r}
+    state, _ = tour.stepped(cfg, 4)
     tour.konfig.resolve(cfg).train()
     image = tour.held_out_images()["image"]
     preds = trainer.model.apply({{"params": state.params}}, image)["logits"]
