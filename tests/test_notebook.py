@@ -189,8 +189,8 @@ def test_jax_and_a_loop_that_are_running_already(execute):
 
 
 def test_a_section_that_fails(execute):
-  broken = _pasted("1", "2", "3").replace("cfg[1].momentum = 0.8",
-                                          "cfg[1].momentum = 0.7")
+  broken = _pasted("1", "2", "3").replace("cfg[1].learning_rate = 0.4",
+                                          "cfg[1].learning_rate = 0.3")
   cells = execute("sys_modules = __import__('sys').modules\n"
                   "sys_modules['matplotlib'] = None", broken)
   _assert_clean(cells)

@@ -126,7 +126,7 @@ def test_an_old_python_is_told_which_will_do(script, tmp_path):
 def test_a_failing_section_ends_with_1_and_the_others_run(script, tmp_path):
   broken = tmp_path / "renamed.py"
   broken.write_text(SCRIPT.read_text().replace(
-      "cfg[1].momentum = 0.8", "cfg[1].momentum = 0.7"))
+      "cfg[1].learning_rate = 0.4", "cfg[1].learning_rate = 0.3"))
   process = script("--only", "1", "2", path=broken)
   assert process.returncode == 1, process
   assert process.stderr == ""
@@ -160,7 +160,7 @@ def test_interrupt_ends_with_130_and_the_summary(script, tmp_path):
 
 
 def test_workdir_keeps_runs_and_pictures(script, tmp_path):
-  foreign = tmp_path / "out" / "sweep_base" / "foreign"
+  foreign = tmp_path / "out" / "watched" / "foreign"
   foreign.parent.mkdir(parents=True)
   foreign.write_text("mine")
   process = script("--only", "2", "8", "9", "--workdir", "out")
@@ -168,7 +168,7 @@ def test_workdir_keeps_runs_and_pictures(script, tmp_path):
   for name in ("schedule", "inner_layer", "sweep"):
     picture = tmp_path / "out" / f"{name}.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
-  (run,) = (tmp_path / "out").glob("sweep_base_*")
+  (run,) = (tmp_path / "out").glob("watched_*")
   assert (run / "config.json").exists()
   assert list(foreign.parent.iterdir()) == [foreign]
   assert process.left_behind == []
