@@ -254,12 +254,6 @@ def _the_extra_step_is_gone(tour, monkeypatch):
   monkeypatch.setattr(train_loop, "_enum_steps_with_hooks", one_less)
 
 
-@breaks("real_trainer")
-def _restoring_gives_a_fresh_state(tour, monkeypatch):
-  monkeypatch.setattr(
-      kd.ckpts.Checkpointer, "restore", lambda self, state, **kwargs: state)
-
-
 @breaks("readable_loop")
 def _the_loss_is_halved(tour, monkeypatch):
   monkeypatch.setattr(
