@@ -385,8 +385,8 @@ def config_tree():
   rebuilt = konfig.resolve(json.loads(cfg.to_json()))
   by_hand = optax.chain(optax.clip_by_global_norm(1.0),
                         optax.sgd(learning_rate=0.4, momentum=0.9))
-  params = jnp.array([1.0, -2.0, 3.0])
-  grads = jax.grad(lambda x: jnp.sum(x**4))(params)
+  params = np.array([1.0, -2.0, 3.0])
+  grads = jax.jit(jax.grad(lambda x: (x**4).sum()))(params)
   updates = [jax.jit(x.update)(grads, x.init(params))[0].tolist()
              for x in (rebuilt, by_hand, before)]
   assert updates[0] == updates[1] != updates[2], updates
@@ -561,7 +561,7 @@ with definitions():
       seen: kt.Float["n"] = kd.metrics.sum_field()
       def compute(self):  # Runs outside `jit`, so shapes may depend on values.
         occurs = self.seen > 0
-        return jnp.mean(self.hits[occurs] / self.seen[occurs])
+        return (self.hits[occurs] / self.seen[occurs]).mean()
     @kt.typechecked
     def get_state(self, logits: kt.Float["*b n"], labels: kt.Int["*b 1"],
                   mask: kt.Float["*b 1"] | None = None) -> State:
@@ -605,11 +605,11 @@ def loss_and_metric():
         jax.jit(masked.get_state_from_context)(context(rows))
         for rows in (slice(30), slice(10), slice(10, 30)))
     every = jax.jit(part.get_state_from_context)(context(slice(30)))
-    values = [x.compute() for x in (every, whole, first.merge(rest))]
+    values = [x.finalize().compute() for x in (every, whole, first.merge(rest))]
     show(f"{type(part).__name__} of all, of some", [*map(float, values[:2])])
     expected = [by_hand(logits, labels, x) for x in (some**0, some, some)]
     assert np.allclose(values, expected), (values, expected)
-    mean = (first.compute() + rest.compute()) / 2
+    mean = (first.finalize().compute() + rest.finalize().compute()) / 2
     assert not np.isclose(values[1], mean), "a mean of batch values would do"
   error = raises(kt.KTypeCheckError, loss.get_values, logits, labels[:, 0])
   assert "labels" in first_line(error) and "(30,)" in first_line(error), error
@@ -923,27 +923,27 @@ def resumed_run():
   `InMemoryPipeline` starts over with its first batch after a resume. A PyGrain
   `DataSource` saves its position, and the run ends as if never interrupted.
   """
-  pygrain = lazy_kd.data.py.DataSource(
+  cfg, half = get_config(), LOG_EVERY
+  cfg.train_ds = lazy_kd.data.py.DataSource(
       data_source=lazy_tour.train_examples(), batch_size=BATCH_SIZE,
       shuffle=True, num_workers=0)
-  half, facts = LOG_EVERY, {}
-  for name, ds in (("pygrain", pygrain), ("in_memory", get_config().train_ds)):
-    cfg = get_config()
-    cfg.train_ds, cfg.num_train_steps = ds, 2 * half
-    whole, _ = stepped(cfg, 2 * half + 1)
-    cfg.checkpointer = lazy_kd.ckpts.Checkpointer(save_interval_steps=half)
-    cfg.writer = None  # No events, no `config.json`: checkpoints only.
-    cfg.workdir = run_dir(f"resumed_{name}")
-    cfg.stop_after_steps = half + 1  # With a checkpoint before the last step.
-    konfig.resolve(cfg).train()
-    cfg.stop_after_steps = None
-    resumed, _ = konfig.resolve(cfg).train()
-    facts[name] = distance(resumed, whole)
-    show(f"{name}: distance to the run in one go", facts[name])
+  whole, _ = stepped(cfg, 2 * half + 1)
+  cfg.checkpointer = lazy_kd.ckpts.Checkpointer(save_interval_steps=half)
+  cfg.workdir, cfg.writer = run_dir("resumed"), None  # Checkpoints only.
+  cfg.num_train_steps, cfg.stop_after_steps = 2 * half, half + 1
+  konfig.resolve(cfg).train()  # Stops after a checkpoint and one more step.
+  cfg.stop_after_steps = None
+  facts = {"pygrain": distance(konfig.resolve(cfg).train()[0], whole)}
+  base, whole, _ = base_run()  # Took some steps after its newest checkpoint.
+  cfg = base.copy_and_resolve_references()
+  cfg.workdir = shutil.copytree(
+      base.workdir, run_dir("resumed_in_memory"), dirs_exist_ok=True)
+  resumed, _ = konfig.resolve(cfg).train()
+  facts["in_memory"] = distance(resumed, whole)
   assert facts["pygrain"] == 0 < facts["in_memory"], facts
-  trainer, halfway = konfig.resolve(cfg), restored(cfg, step=half)
-  batches = itertools.islice(trainer.train_ds, half + 1)  # The first ones.
-  replayed, _ = loop(trainer, halfway, batches)
+  trainer, state = konfig.resolve(base), restored(base)
+  batches = [*itertools.islice(trainer.train_ds, NUM_STEPS + 1 - state.step)]
+  replayed, _ = loop(trainer, state, batches)  # With the first batches.
   assert distance(resumed, replayed) == 0, distance(resumed, replayed)
   return facts
 
@@ -956,6 +956,7 @@ held_out_ds = functools.partial(
 def scored_config():
   """Returns a config that scores held-out data, once by averaged parameters."""
   cfg, watched = get_config(), watched_config()
+  parts = dict(metrics=watched.train_metrics, summaries=watched.train_summaries)
   cfg.num_train_steps = LOG_EVERY
   cfg.optimizer = lazy_kd.optim.named_chain(
       adam=cfg.optimizer,
@@ -963,10 +964,9 @@ def scored_config():
   cfg.eval_ds = held_out_ds()
   cfg.evals = {
       "held_out": lazy_kd.evals.Evaluator(
-          run=lazy_kd.evals.EveryNSteps(LOG_EVERY // 2),
-          metrics=watched.train_metrics, summaries=watched.train_summaries),
+          run=lazy_kd.evals.EveryNSteps(LOG_EVERY // 2), **parts),
       "averaged": lazy_kd.evals.Evaluator(
-          run=lazy_kd.evals.Once(LOG_EVERY), metrics={}, num_batches=5,
+          run=lazy_kd.evals.Once(LOG_EVERY), **parts, num_batches=5,
           cache=True, init_transform=lazy_kd.optim.UseEmaParams())}
   return cfg
 
