@@ -904,7 +904,6 @@ def sweep():
     curves[name] = range(len(auxs)), [
         float(aux.compute().loss_values["losses/total"]) for aux in auxs]
     accuracy = scores_by_hand(state.params)["metrics/accuracy"]
-    jax.clear_caches()  # The next variant has other programs.
     print(f"  {name:9} {str(change)[1:-1]:42} {accuracy:.3f}")
   draw("sweep", curves, xlabel="step", ylabel="training loss (nats)")
   _, base = curves["base"]
