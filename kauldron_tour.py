@@ -542,6 +542,7 @@ with definitions():
     logits: kontext.Key = kontext.REQUIRED
     labels: kontext.Key = kontext.REQUIRED
     gamma: float = 1.0
+
     @kt.typechecked
     def get_values(self, logits: kt.Float["*b n"],
                    labels: kt.Int["*b 1"]) -> kt.Float["*b 1"]:
@@ -665,6 +666,7 @@ class MLP(nn.Module):
   """Two dense layers; `image` is a key path, like those of a loss."""
   image: kontext.Key = kontext.REQUIRED
   width: int = WIDTH
+
   @nn.compact
   def __call__(self, image):
     x = image.reshape(len(image), -1)
