@@ -126,6 +126,7 @@ def test_a_section_that_is_newly_skipped_counts_as_a_change(tour, light):
 @pytest.mark.parametrize("old, new, is_changed", [
     (1.0, 1.0005, False), (1.0, 1.01, True), (0.0, 0.0, False),
     (0.0, 1e-9, True), (1, 2, True), (True, 1.0, False), ("a", "b", True),
+    (1.0, float("inf"), True),
 ])
 def test_floats_are_compared_within_the_tolerance(tour, old, new, is_changed):
   changed = tour.differences({"x": old}, {"x": new})
