@@ -134,8 +134,8 @@ def main(runs):
   results = collections.defaultdict(lambda: collections.defaultdict(list))
   with tempfile.TemporaryDirectory() as cache:
     kept = {"JAX_COMPILATION_CACHE_DIR": cache}
-    # Fills that cache, and those of byte code and of files.
-    names = run(__file__, "modules", **kept)["data"]
+    run(TOUR, **kept)  # Fills that cache, and those of byte code and of files.
+    names = run(__file__, "modules", JAX_NUM_CPU_DEVICES="2")["data"]
     imported = pathlib.Path(cache, "modules")
     imported.write_text("\n".join(names))
     for kind, arguments, environ in runs * [
