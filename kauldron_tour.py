@@ -184,7 +184,7 @@ def on_signal(number, frame):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # No one may be listening.
     sys.exit(128 + number)
   INTERRUPTS.append(number)
-  if run_section.__code__ in (x.f_code for x, _ in traceback.walk_stack(frame)):
+  if any(x.f_code.co_name in SECTIONS for x, _ in traceback.walk_stack(frame)):
     raise KeyboardInterrupt
 
 def parse_options(argv):
