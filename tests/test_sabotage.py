@@ -220,6 +220,13 @@ def _a_loss_ignores_its_mask(tour, monkeypatch):
 
 
 @breaks("loss_and_metric")
+def _small_weights_are_not_normalized(tour, monkeypatch):
+  monkeypatch.setattr(
+      kd.losses.Loss.State, "compute",
+      lambda self: self.value / jnp.clip(self.count, min=1.0))
+
+
+@breaks("loss_and_metric")
 def _merging_drops_a_batch(tour, monkeypatch):
   monkeypatch.setattr(
       tour.BalancedAccuracy.State, "merge", lambda self, other: self)
@@ -554,6 +561,14 @@ def _ignores_an_object(tour, monkeypatch):
 
 
 @breaks("config_file")
+def _reads_a_call_as_its_name(tour, monkeypatch):
+  def quote(config, overrides):
+    overrides["aux"] = overrides["aux"].replace("a.b()", "'a.b'")
+
+  _changes_overrides(monkeypatch, quote)
+
+
+@breaks("config_file")
 def _cuts_references(tour, monkeypatch):
   _changes_overrides(
       monkeypatch,
@@ -611,10 +626,10 @@ def _never_flips(tour, monkeypatch):
 
 
 @breaks("data_pipeline")
-def _crops_the_same_rows_always(tour, monkeypatch):
+def _crops_the_same_columns_always(tour, monkeypatch):
   monkeypatch.setattr(
       kd.data.py.RandomCrop, "random_map_element",
-      lambda self, element, rng: element[:6])
+      lambda self, element, rng: element[:, :6])
 
 
 @breaks("data_pipeline", KeyError)
