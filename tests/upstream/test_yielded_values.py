@@ -1,4 +1,4 @@
-"""`ktyping` checks the arguments of a generator function, not what it yields."""
+"""`ktyping` checks what a generator function is given, not what it yields."""
 
 from collections.abc import Generator
 
