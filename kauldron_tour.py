@@ -28,12 +28,13 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import importlib.metadata
-import importlib.util
+import importlib
+from importlib import metadata, util
 import inspect
 import io
 import itertools
 import json
+import logging
 import math
 import os
 import pathlib
@@ -148,7 +149,7 @@ def draw(name, curves, **axes):
   for label, (_, y) in curves.items():
     dots = "".join(" .:-=+*#@"[round(8 * value / top)] for value in y)
     print(f"  {label:9} |{dots}|")
-  if not (importlib.util.find_spec("matplotlib") and (
+  if not (util.find_spec("matplotlib") and (
       IN_NOTEBOOK or OPTIONS.workdir)):
     return
   from matplotlib import figure
@@ -225,8 +226,7 @@ def temporary_dir():
 
 def versions():
   """Returns the name of each installed package -> its version."""
-  return {package.name: package.version for package
-          in reversed(list(importlib.metadata.distributions()))}
+  return {x.name: x.version for x in reversed([*metadata.distributions()])}
 
 def install():
   """Installs Kauldron where this is a notebook, and else says how to."""
@@ -241,7 +241,7 @@ def install():
     why = re.findall(r"(?:ERROR|error): [^\x1b\n]*|.*\Z", pip.stderr.strip())
     stop(f"pip could not install Kauldron: {why[0]}")
   importlib.invalidate_caches()
-  homes = importlib.metadata.packages_distributions()
+  homes = metadata.packages_distributions()
   changed = dict(before.items() - versions().items()).keys()
   in_use = {x for name in sys.modules for x in homes.get(name, ())}
   if replaced := changed & in_use:
@@ -318,7 +318,7 @@ try:
 except (RuntimeError, AssertionError):
   stop(f"JAX finds no device for JAX_PLATFORMS={jax.config.jax_platforms}.")
 
-if not importlib.util.find_spec("kauldron.ktyping"):
+if not util.find_spec("kauldron.ktyping"):
   print("This Kauldron is older than 1.4: sections that need ktyping fail.")
 PATCHES = {}  # What was mended -> the fault that made it necessary.
 
@@ -341,7 +341,7 @@ if not OPTIONS.no_patch:
 def where_we_are():
   """What follows is proved for these versions, devices and patches."""
   packages = "kauldron jax flax optax etils orbax-checkpoint numpy".split()
-  versions = {name: importlib.metadata.version(name) for name in packages}
+  versions = {name: metadata.version(name) for name in packages}
   show(f"python {sys.version.split()[0]}",
        ", ".join(f"{name} {version}" for name, version in versions.items()))
   for module, fault in PATCHES.items():
@@ -407,12 +407,13 @@ def config_references():
   """`cfg.ref.x` stays tied to x, `cfg.x` copies the value it has now.
 
   A reference survives arithmetic and, by `konfig.ref_fn`, any function. JSON
-  stores values only: what is read back no longer follows, tuples are lists.
+  stores values only: what is read back no longer follows. Tuples become lists,
+  which `konfig.resolve` freezes again.
   """
   def schedule(steps):
     return lazy_optax.warmup_cosine_decay_schedule(
         0.0, PEAK, warmup_steps=steps // 10, decay_steps=steps)
-  cfg, rates = konfig.ConfigDict({"num_train_steps": 1000}), {}
+  cfg, rates = konfig.ConfigDict({"num_train_steps": 1000, "crop": (6, 6)}), []
   cfg.follows = schedule(cfg.ref.num_train_steps)
   cfg.frozen = schedule(cfg.num_train_steps)
   cfg.name = konfig.ref_fn("{} steps".format, cfg.ref.num_train_steps).upper()
@@ -420,19 +421,19 @@ def config_references():
   for num_steps, name in itertools.product((1000, 200), ("follows", "frozen")):
     cfg.num_train_steps = num_steps
     rate, steps = konfig.resolve(cfg[name]), np.arange(10) * num_steps // 10
-    rates[name, num_steps] = np.array(jax.jit(jax.vmap(rate))(steps), float)
+    rates.append(np.array(jax.jit(jax.vmap(rate))(steps), float))
     show(f"{name} at 10, 50, 90 % of {num_steps:4} steps",
-         rates[name, num_steps][[1, 5, 9]].round(3).tolist())
-  draw("schedule", {x: (steps, rates[x, 200]) for x in ("follows", "frozen")},
+         rates[-1][[1, 5, 9]].round(3).tolist())
+  draw("schedule", {"follows": (steps, rates[2]), "frozen": (steps, rates[3])},
        xlabel="step", ylabel="learning rate")
   expected = PEAK * (1 + np.cos(np.pi * np.arange(9) / 9)) / 2  # After warm-up.
-  for key in (("follows", 1000), ("frozen", 1000), ("follows", 200)):
-    assert np.allclose(rates[key], [0, *expected], atol=1e-6), rates[key]
-  assert np.isclose(rates["frozen", 200][1], PEAK * 20 / 100), rates
+  assert np.allclose(rates[:3], [0, *expected], atol=1e-6), rates
+  assert np.isclose(rates[3][1], PEAK * 20 / 100), rates  # Frozen, of 200.
   read_back = konfig.ConfigDict(json.loads(cfg.to_json()))
   read_back.num_train_steps = 1000
-  found = cfg.name, read_back.name, read_back.follows.decay_steps
-  assert found == ("200 STEPS", "200 STEPS", 200), found
+  found = read_back.name, read_back.follows.decay_steps, read_back.crop
+  assert (cfg.name, found) == ("200 STEPS", ("200 STEPS", 200, [6, 6])), found
+  assert konfig.resolve(read_back.crop) == (6, 6), read_back
   return dict(json=cfg.to_json())
 
 # %% 3. Parts are wired by string key paths
@@ -488,12 +489,10 @@ with definitions():
     mean: kt.Float["n"] | kt.Int["n"]
     scale: kt.Float["n"] | kt.Int["n"]
     key: kt.PRNGKey
-
   def centered(
       x: kt.Float["*b n"], mean: kt.Float["*b 1"], transpose: bool = False
   ) -> kt.Float["*b n"]:
     return (x - mean).T if transpose else x - mean
-
   @kt.typechecked
   def norms(
       tree: kt.PyTree[kt.Float["n _"], "$T"],
@@ -542,7 +541,6 @@ with definitions():
     logits: kontext.Key = kontext.REQUIRED
     labels: kontext.Key = kontext.REQUIRED
     gamma: float = 1.0
-
     @kt.typechecked
     def get_values(self, logits: kt.Float["*b n"],
                    labels: kt.Int["*b 1"]) -> kt.Float["*b 1"]:
@@ -562,7 +560,7 @@ with definitions():
       seen: kt.Float["n"] = kd.metrics.sum_field()
       def compute(self):  # Runs outside `jit`, so shapes may depend on values.
         occurs = self.seen > 0
-        return (self.hits[occurs] / self.seen[occurs]).mean()
+        return float((self.hits[occurs] / self.seen[occurs]).mean())
     @kt.typechecked
     def get_state(self, logits: kt.Float["*b n"], labels: kt.Int["*b 1"],
                   mask: kt.Float["*b 1"] | None = None) -> State:
@@ -589,6 +587,7 @@ def loss_and_metric():
   """Both turn arrays into a state, and merged states are the state of all.
 
   A loss gives values, to be masked, averaged and weighted; a metric its state.
+  A state computes an array or a float: a NumPy scalar fails at a checkpoint.
   """
   rng = np.random.default_rng(SEED)
   logits = rng.normal(size=(30, 3)).astype(np.float32)
@@ -602,9 +601,8 @@ def loss_and_metric():
   for part, by_hand in ((loss, focal_loss_by_hand),
                         (BalancedAccuracy(**keys), recall_by_hand)):
     masked = dataclasses.replace(part, mask="batch.mask")
-    whole, first, rest = (
-        jax.jit(masked.get_state_from_context)(context(rows))
-        for rows in (slice(30), slice(10), slice(10, 30)))
+    whole, first, rest = (jax.jit(masked.get_state_from_context)(context(x))
+                          for x in (slice(30), slice(10), slice(10, 30)))
     every = jax.jit(part.get_state_from_context)(context(slice(30)))
     values = [x.finalize().compute() for x in (every, whole, first.merge(rest))]
     show(f"{type(part).__name__} of all, of some", [*map(float, values[:2])])
@@ -622,8 +620,9 @@ def import_quietly(module):
   importlib.import_module("absl.logging")  # It keeps the stderr that it finds.
   stderr = os.dup(2)
   gc.disable()  # So much is loaded that it would run all the time.
-  with tempfile.TemporaryFile("w") as said, contextlib.redirect_stderr(said):
-    os.dup2(said.fileno(), 2)  # For what does not go through `sys.stderr`.
+  unseen = unittest.mock.patch.object(logging.root, "handlers", [])
+  with open(os.devnull, "w") as null, unseen, contextlib.redirect_stderr(null):
+    os.dup2(null.fileno(), 2)  # For what does not go through `sys.stderr`.
     try:
       importlib.import_module(module)
       if "tensorflow" in sys.modules:  # It looks for a GPU later, and says so.
@@ -666,7 +665,6 @@ class MLP(nn.Module):
   """Two dense layers; `image` is a key path, like those of a loss."""
   image: kontext.Key = kontext.REQUIRED
   width: int = WIDTH
-
   @nn.compact
   def __call__(self, image):
     dense = functools.partial(nn.Dense, use_bias=False)
@@ -729,8 +727,9 @@ def real_trainer():
 
   `num_train_steps=N` runs steps 0 to N, the returned state has taken N + 1. A
   checkpoint labelled K holds the state before step K; three are kept, and steps
-  after the newest are in none. The work directory must be absolute. `aux` is
-  what the last step logged: nothing, unless `log_metrics_every` divides N.
+  after the newest are in none. `workdir`, a placeholder, must be absolute.
+  `aux` is what the last step logged: nothing, unless `log_metrics_every`
+  divides N.
   """
   cfg, state, _ = base_run()
   trainer = konfig.resolve(cfg)
@@ -742,6 +741,7 @@ def real_trainer():
   (before, *_), (loss, accuracy, *_) = (
       scores_by_hand(x.params).values() for x in (trainer.init_state(), state))
   show("held-out data", f"{loss=:.3f} (was {before:.3f}) {accuracy=:.3f}")
+  raises(TypeError, konfig.resolve, get_config() | {"workdir": None})
   assert loss < before / 10, (before, loss)
   assert accuracy > 0.95, accuracy
   return dict(loss=loss, accuracy=accuracy, steps=str(steps), saved=str(saved),
@@ -830,11 +830,9 @@ def watched_config():
   cfg.train_summaries = {
       "layer": lazy_kd.summaries.HistogramSummary(tensor=layer),
       "images": lazy_kd.summaries.ShowImages(
-          images="batch.image", in_vrange=(-2.0, 2.0), cmap="gray",
-          num_images=60)}
+          images="batch.image", in_vrange=(-2, 2), cmap="gray", num_images=60)}
   cfg.optimizer = lazy_kd.optim.named_chain(  # An average for section 11.
-      adam=cfg.optimizer,
-      average=lazy_kd.optim.ema_params(decay=0.5, debias=False))
+      adam=cfg.optimizer, ema=lazy_kd.optim.ema_params(decay=.5, debias=False))
   return cfg
 
 @functools.cache
@@ -890,8 +888,7 @@ VARIANTS = {  # Name -> the path that it changes in the config, and to what.
     "base": {}, "shuffled": {"train_ds.seed": SEED + 1},
     "slow": {"optimizer.learning_rate": LEARNING_RATE / 5},
     "rmsprop": {"optimizer.__qualname__": "optax:rmsprop"},
-    "narrow": {"model.width": WIDTH // 4},
-    "sharp": {"train_losses.focal.gamma": 3.0}}
+    "narrow": {"model.width": 8}, "sharp": {"train_losses.focal.gamma": 3.0}}
 
 @section("A sweep changes one line of the config at a time")
 def sweep():
@@ -962,14 +959,17 @@ held_out_ds = functools.partial(
 
 def scored_config():
   """Returns a config that scores held-out data, once by averaged parameters."""
-  cfg = watched_config()
+  evals, cfg = lazy_kd.evals, watched_config()
   cfg.eval_ds = held_out_ds()
   cfg.evals = {
-      "held_out": lazy_kd.evals.Evaluator(
-          run=lazy_kd.evals.EveryNSteps(LOG_EVERY // 2)),
-      "averaged": lazy_kd.evals.Evaluator(
-          run=lazy_kd.evals.Once(LOG_EVERY), num_batches=5, cache=True,
-          init_transform=lazy_kd.optim.UseEmaParams())}
+      "held_out": evals.Evaluator(run=evals.EveryNSteps(LOG_EVERY // 2)),
+      "averaged": evals.Evaluator(
+          run=evals.Once(LOG_EVERY), num_batches=5, cache=True,
+          init_transform=lazy_kd.optim.UseEmaParams(),
+          metrics={"accuracy": cfg.train_metrics.accuracy})}
+  cfg.checkpointer = lazy_kd.ckpts.Checkpointer(
+      save_interval_steps=LOG_EVERY // 2, max_to_keep=1, best_mode="min",
+      best_metric_path="held_out.accuracy")  # The worst: the newest is best.
   return cfg
 
 @section("Held-out data is scored along the way")
@@ -977,11 +977,13 @@ def evaluators():
   """Every n steps an evaluator scores the state of that moment on its data.
 
   It uses the losses and metrics of training if given none, and writes them
-  under its own name. Data that ends (`num_epochs`) is read to its end.
+  under its own name. Data that ends (`num_epochs`) is read to its end. One of
+  the metrics can decide which checkpoints are kept.
   """
   cfg, (params, _) = scored_config(), first_steps()
   cfg.workdir = run_dir("evaluators")
   konfig.resolve(cfg).train()
+  assert [*konfig.resolve(cfg).checkpointer.all_steps] == [0], "not the worst"
   by_hand = [scores_by_hand(params[step]) for step in (0, 5, 10)]
   found = {tag: read_events(cfg.workdir, tag, "held_out") for tag in by_hand[0]}
   for tag, (steps, values) in found.items():
@@ -994,7 +996,7 @@ def evaluators():
     average = jax.tree.map(lambda x, y: (x + y) / 2, average, new)
   expected = scores_by_hand(average)["losses/total"]
   steps, (loss,) = read_events(cfg.workdir, "losses/total", "averaged")
-  show(f"loss of the averaged parameters at steps {steps}", round(loss, 3))
+  raises(KeyError, read_events, cfg.workdir, "metrics/norm", "averaged")
   _, images = read_events(cfg.workdir, "summaries/images", "held_out")
   assert len(images[-1]) == 2 + 60, "the first 60, from two batches"
   assert steps == [10] and np.isclose(loss, expected, rtol=1e-4), expected
@@ -1203,16 +1205,14 @@ def data_pipeline():
   the Trainer has to know of a batch to initialise the model. What is left over
   from the last batch is dropped: from less than one batch nothing ever comes.
   """
-  cfg = get_config()
-  cfg.train_ds = lazy_kd.data.py.DataSource(
+  data, cfg = lazy_kd.data, get_config()
+  cfg.train_ds = data.py.DataSource(
       data_source=lazy_tour.train_examples(), batch_size=BATCH_SIZE,
       shuffle=False, num_epochs=1, num_workers=0, transforms=[
-          lazy_kd.data.Elements(keep=["image"], rename={"label": "angle"}),
-          lazy_kd.data.ValueRange(
-              key="image", in_vrange=(-1, 1), vrange=(0, 1)),
-          lazy_tour.with_copy,
-          lazy_kd.data.py.RandomFlipLeftRight(key="copy"),
-          lazy_kd.data.py.RandomCrop(key="image", shape=(None, 6, None))])
+          data.Elements(keep=["image"], rename={"label": "angle"}),
+          data.ValueRange(key="image", in_vrange=(-1, 1), vrange=(0, 1)),
+          lazy_tour.with_copy, data.py.RandomFlipLeftRight(key="copy"),
+          data.py.RandomCrop(key="image", shape=(None, 6, None))])
   ds = konfig.resolve(cfg).train_ds
   spec = {key: str(array) for key, array in ds.element_spec.items()}
   assert len(ds) == 1024 // BATCH_SIZE, len(ds)

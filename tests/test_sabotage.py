@@ -105,6 +105,13 @@ def _a_reference_is_a_copy(tour, monkeypatch):
   monkeypatch.setattr(konfig.ConfigDict, "ref", property(lambda cfg: cfg))
 
 
+@breaks("config_references")
+def _lists_are_not_frozen(tour, monkeypatch):
+  resolve = konfig.resolve
+  monkeypatch.setattr(
+      konfig, "resolve", lambda cfg: resolve(cfg, freeze=False))
+
+
 @breaks("key_paths")
 def _a_path_stops_at_its_first_index(tour, monkeypatch):
   resolve = kontext.resolve_from_keyed_obj
@@ -250,6 +257,16 @@ def _nothing_is_learnt(tour, monkeypatch):
 
 
 @breaks("real_trainer")
+def _a_placeholder_has_a_default(tour, monkeypatch):
+  resolve = konfig.resolve
+
+  def filled(cfg):
+    return resolve(cfg if cfg.workdir else cfg | {"workdir": "/tmp"})
+
+  monkeypatch.setattr(konfig, "resolve", filled)
+
+
+@breaks("real_trainer")
 def _the_extra_step_is_gone(tour, monkeypatch):
   from kauldron.train import train_loop
 
@@ -383,6 +400,18 @@ def _keeps_the_last_images(tour, monkeypatch):
 def _runs_at_every_step(tour, monkeypatch):
   monkeypatch.setattr(
       kd.evals.EveryNSteps, "should_eval_in_train", lambda *_: True)
+
+
+@breaks("evaluators")
+def _keeps_the_newest_checkpoint(tour, monkeypatch):
+  monkeypatch.setattr(kd.ckpts.Checkpointer, "best_metric_path", property(
+      lambda self: None, lambda *_: None))
+
+
+@breaks("evaluators")
+def _always_uses_the_metrics_of_training(tour, monkeypatch):
+  monkeypatch.setattr(kd.evals.Evaluator, "metrics", property(
+      lambda self: self.base_cfg.train_metrics, lambda *_: None))
 
 
 @breaks("rebuilt_run")

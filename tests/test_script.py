@@ -208,6 +208,20 @@ def test_kauldron_main_takes_the_tour_as_its_config(script, tmp_path):
                           "image": "batch.image", "width": 8}
 
 
+def test_what_is_logged_after_the_quiet_import_is_seen(script, tmp_path):
+  log = tmp_path / "log.py"
+  log.write_text(f"""if True:
+    import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})
+    import kauldron_tour as tour
+    tour.import_quietly("kauldron.train")
+    from absl import logging
+    logging.error("a save failed")
+  """)
+  process = script(path=log)
+  assert process.returncode == 0, process
+  assert process.stderr == "ERROR:absl:a save failed\n"
+
+
 def test_a_run_is_rebuilt_by_another_process(script, tmp_path):
   """One process trains and ends, another one knows the directory alone."""
   train = tmp_path / "train.py"
