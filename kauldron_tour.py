@@ -969,7 +969,7 @@ def scored_config():
           metrics={"accuracy": cfg.train_metrics.accuracy})}
   cfg.checkpointer = lazy_kd.ckpts.Checkpointer(
       save_interval_steps=LOG_EVERY // 2, max_to_keep=1, best_mode="min",
-      best_metric_path="held_out.accuracy")  # The worst: the newest is best.
+      best_metric_path="held_out.accuracy")  # "max" would keep the newest.
   return cfg
 
 @section("Held-out data is scored along the way")
