@@ -723,7 +723,39 @@ def _newer_one_cannot_be_switched_off(tour, monkeypatch):
       kd.ktyping, "Config", lambda **_: contextlib.nullcontext())
 
 
-CACHED = "base_run", "first_steps", "watched_run"
+@breaks("type_checkers", AssertionError)
+def _a_type_takes_other_dtypes(tour, monkeypatch):
+  monkeypatch.setattr(kd.ktyping, "UInt16", kd.ktyping.Int16)
+
+
+@breaks("type_checkers", AssertionError)
+def _a_type_of_any_library_takes_only_one(tour, monkeypatch):
+  monkeypatch.setattr(kd.ktyping, "XFloat", kd.ktyping.TfFloat)
+
+
+@breaks("type_checkers", AssertionError)
+def _what_is_returned_is_not_checked(tour, monkeypatch):
+  def typechecked(function):
+    annotations = function.__annotations__
+    function.__annotations__ = {
+        key: x for key, x in annotations.items() if key != "return"}
+    return checked(function)
+
+  checked = kd.typing.typechecked
+  monkeypatch.setattr(kd.typing, "typechecked", typechecked)
+
+
+@breaks("base_classes", KeyError)
+def _a_name_is_gone(tour, monkeypatch):
+  monkeypatch.delattr(kd.losses, "Huber")
+
+
+@breaks("base_classes", AssertionError)
+def _a_metric_derives_from_nothing(tour, monkeypatch):
+  monkeypatch.setattr(kd.metrics, "RocAuc", object)
+
+
+CACHED = "train_once", "first_steps"
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
