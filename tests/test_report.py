@@ -49,8 +49,8 @@ def test_report_on_stdout_comes_last(script):
 def test_report_of_a_failure(script, tmp_path):
   broken = tmp_path / "kauldron_tour.py"
   broken.write_text((ROOT / "kauldron_tour.py").read_text().replace(
-      "rebuilt = konfig.resolve(json.loads(cfg.to_json()))",
-      'rebuilt = konfig.resolve({"__qualname__": "optax:no_such_name"})'))
+      "before = konfig.resolve(cfg)",
+      'before = konfig.resolve({"__qualname__": "optax:no_such_name"})'))
   process = script("--only", "0", "1", "--report", "r.json", path=broken)
   assert process.returncode == 1
   sections = json.loads((tmp_path / "r.json").read_text())["sections"]
@@ -58,7 +58,7 @@ def test_report_of_a_failure(script, tmp_path):
   failed = sections["config_tree"]
   assert failed["status"] == "FAIL"
   assert failed["reason"].startswith("AttributeError: ")
-  assert failed["frame"].startswith("config_tree: rebuilt = ")
+  assert failed["frame"].startswith("config_tree: before = ")
   assert re.fullmatch(r"optax\S+\.py, \w+", failed["library"])
 
 

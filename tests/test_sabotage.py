@@ -65,6 +65,14 @@ def _json_forgets_a_mutation(tour, monkeypatch):
 
 
 @breaks("config_tree")
+def _json_forgets_that_a_part_is_shared(tour, monkeypatch):
+  to_json = konfig.ConfigDict.to_json
+  monkeypatch.setattr(
+      konfig.ConfigDict, "to_json",
+      lambda cfg: to_json(cfg).replace(', "__id__": 0', ""))
+
+
+@breaks("config_tree")
 def _a_misspelt_argument_is_dropped(tour, monkeypatch):
   resolve = konfig.resolve
 
@@ -85,7 +93,7 @@ def _any_type_is_accepted(tour, monkeypatch):
   monkeypatch.setattr(konfig.ConfigDict, "__setattr__", forgiving)
 
 
-@breaks("config_tree")
+@breaks("config_tree", TypeError)
 def _merging_changes_the_original(tour, monkeypatch):
   def merge(cfg, other):
     cfg.update(other)
@@ -138,6 +146,19 @@ def _a_builder_forgets_the_first_part(tour, monkeypatch):
   build = kontext.path_builder_from
   monkeypatch.setattr(
       kontext, "path_builder_from", lambda prefix, cls: build("batch", cls))
+
+
+@breaks("key_paths")
+def _what_is_set_past_the_end_is_appended(tour, monkeypatch):
+  set_by_path = kontext.set_by_path
+
+  def append(context, path, value):
+    if path == "preds.heads[2]":
+      context["preds"]["heads"].append(value)
+    else:
+      return set_by_path(context, path, value)
+
+  monkeypatch.setattr(kontext, "set_by_path", append)
 
 
 @breaks("key_paths")
@@ -310,6 +331,19 @@ def _a_spread_is_a_variance(tour, monkeypatch):
   compute = kd.metrics.stats.StdState.compute
   monkeypatch.setattr(
       kd.metrics.stats.StdState, "compute", lambda self: compute(self) ** 2)
+
+
+@breaks("inner_layer")
+def _a_histogram_counts_some_values_twice(tour, monkeypatch):
+  read_events = tour.read_events
+
+  def read(workdir, tag, *collection):
+    steps, values = read_events(workdir, tag, *collection)
+    if tag == "summaries/layer":
+      values[-1][3][2] *= 2
+    return steps, values
+
+  monkeypatch.setattr(tour, "read_events", read)
 
 
 @breaks("inner_layer")
