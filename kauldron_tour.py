@@ -803,6 +803,7 @@ def watched_config():
   """Returns a config with metrics and summaries of what is inside the step."""
   layer, norm = "interms.encoder.__call__[0]", lazy_kd.metrics.Norm
   cfg = get_config()
+  cfg.checkpointer = lazy_kd.ckpts.NoopCheckpointer()
   cfg.num_train_steps, cfg.log_summaries_every = LOG_EVERY, 1
   cfg.train_metrics.update(
       norm=norm(tensor=layer), spread=lazy_kd.metrics.Std(values=layer),
@@ -875,7 +876,8 @@ def sweep():
       kontext.set_by_path(cfg, path, value)
     changed = set(kontext.flatten_with_path(cfg).items()) ^ set(flat.items())
     assert {path for path, _ in changed} == set(change), changed
-    state, auxs = stepped(cfg, NUM_STEPS // 5, return_losses=True)
+    state, auxs = stepped(cfg, NUM_STEPS // 5, return_losses=True,
+                          return_metrics=True, return_summaries=True)  # Cached.
     curves[name] = range(len(auxs)), [
         float(aux.compute().loss_values["losses/total"]) for aux in auxs]
     accuracy = scores_by_hand(state.params)["metrics/accuracy"]
@@ -914,8 +916,8 @@ def resumed_run():
   facts = {"pygrain": distance(konfig.resolve(cfg).train()[0], whole)}
   base, whole, _ = train_once(get_config)  # No checkpoint has its last steps.
   cfg = base.copy_and_resolve_references()
-  cfg.workdir = shutil.copytree(
-      base.workdir, run_dir("resumed_in_memory"), dirs_exist_ok=True)
+  cfg.workdir, cfg.writer = shutil.copytree(
+      base.workdir, run_dir("resumed_in_memory"), dirs_exist_ok=True), None
   resumed, _ = konfig.resolve(cfg).train()
   facts["in_memory"] = distance(resumed, whole)
   assert facts["pygrain"] == 0 < facts["in_memory"], facts
@@ -1262,12 +1264,11 @@ PARTS = {  # Package and base class, if all have one -> names not used so far.
     "metrics.State": "AverageState CollectFirstState CollectingState",
     "data.Pipeline": "py.HuggingFace py.Json py.Mix py.SelectFromDatasets",
     "data.MapTransform": "AddConstants Cast CenterCrop Gather Rearrange Resize",
-    "ckpts": "BaseCheckpointer InitTransform MultiTransform NoopCheckpointer",
+    "ckpts": "BaseCheckpointer InitTransform MultiTransform NoopTransform",
     "summaries": """Histogram PointCloud ShowBoxes ShowDifferenceImages
         ShowPointCloud ShowSegmentations ShowTexts""",
     "konfig": "WithRef export export_qualname mock_modules ref_copy required",
-    "kontext": "Context GlobPath KeyTree filter_by_path get_keypaths",
-    "train": "AuxiliariesState TrainState TrainStep forward forward_with_loss"}
+    "kontext": "Context GlobPath KeyTree filter_by_path get_keypaths"}
 
 @section("There is more, and each kind of part has a base class")
 def base_classes():

@@ -106,6 +106,7 @@ def steps(tour):
   def train(batches):
     cfg = tour.get_config()
     cfg.num_train_steps, cfg.workdir = len(batches), tour.run_dir("bench")
+    cfg.checkpointer = tour.lazy_kd.ckpts.NoopCheckpointer()
     return tour.konfig.resolve(cfg).train()[0]
 
   batches = list(itertools.islice(trainer.train_ds, 2 * NUM_STEPS))
