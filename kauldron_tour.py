@@ -1044,8 +1044,8 @@ def partial_training():
 def event_files():
   """Event files hold the scalars, images and texts that TensorBoard shows.
 
-  What a summary computes decides: floats (n, h, w, c) are an image, a string is
-  text. Losses are written with metrics and with summaries, the config once.
+  A summary that computes floats (n, h, w, c) is an image. Losses are written
+  with metrics and with summaries, a table of the parameters once, as a text.
   """
   from matplotlib import image
   (cfg, *_, aux), (params, batch) = train_once(watched_config), first_steps()
