@@ -1258,8 +1258,7 @@ def type_checkers():
 
 # %% 20. There is more, and each kind has a base class
 PARTS = {  # Package and base class, if all have one -> names not used so far.
-    "losses.Loss": """AbsoluteValue Huber L1 L2 NegativeCosineSimilarity Value
-        SigmoidBinaryCrossEntropy SoftmaxCrossEntropy""",
+    "losses.Loss": "AbsoluteValue Huber L1 L2 SigmoidBinaryCrossEntropy Value",
     "metrics.Metric": """Accuracy Ari BinaryAccuracy LpipsVgg NoopMetric Psnr
         Precision1 RocAuc SingleDimension Ssim TreeReduce""",
     "metrics.State": "AverageState CollectFirstState CollectingState",
@@ -1290,8 +1289,9 @@ KNOWN_FAULTS = {  # Words of a failure -> its cause, and what to move.
 def describe(path, value, surface):
   """Adds path -> a signature or constant, and what is below it in a class."""
   made = getattr(value, "__dataclass_params__", "")
-  try:
-    text = str(inspect.signature(value.__init__ if made else value))
+  try:  # Also the signature that `functools.wraps` hides.
+    text = " ".join(dict.fromkeys(str(inspect.signature(
+        value.__init__ if made else value, follow_wrapped=x)) for x in (1, 0)))
   except (TypeError, ValueError):
     text = repr(value) if isinstance(value, CONSTANTS) else type(value).__name__
   name = getattr(value, "__qualname__", "")

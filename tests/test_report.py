@@ -170,6 +170,7 @@ def test_public_surface(tour):
   folder = "kauldron.checkpoints.checkpointer.CHECKPOINT_FOLDER_NAME"
   assert surface[folder] == "'checkpoints'"
   assert not any(" at 0x" in text for text in surface.values())
+  assert "default=None" in surface["kauldron.konfig.placeholder"]  # Wrapped.
 
 
 def test_a_name_that_a_section_uses_is_marked(tour, capsys, light):
