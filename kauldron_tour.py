@@ -10,7 +10,7 @@ Read it from top to bottom beside its output. Every section makes one claim,
 shows it and asserts it: what passes is true of the versions you have. It is not
 a reference, benchmark or good model: the data is synthetic, a CPU trains it.
 
-Run (under 20 seconds on two cores, 5 of them importing TensorFlow):
+Run (about 20 seconds on two cores, 5 of them importing TensorFlow):
   python kauldron_tour.py                   # everything
   python kauldron_tour.py --only key_paths  # some of it; --list names all
   python kauldron_tour.py --workdir out     # keep checkpoints, events, pictures
