@@ -248,7 +248,7 @@ def test_two_tours_at_once_in_one_work_directory(tmp_path):
     assert (second.returncode, second.stderr) == (0, "")
     first.communicate()
   assert first.returncode == 0
-  assert len(list(tmp_path.glob("base_*"))) == 2
+  assert len(list(tmp_path.glob("get_config_*"))) == 2
 
 
 def test_sigterm_leaves_nothing(tmp_path):
