@@ -332,8 +332,8 @@ def where_we_are():
   versions = {name: metadata.version(name) for name in packages}
   show(f"python {sys.version.split()[0]}",
        ", ".join(f"{name} {version}" for name, version in versions.items()))
-  for module, fault in PATCHES.items():
-    show(f"patched {module}", fault)
+  for name, fault in PATCHES.items():
+    show(f"patched {name}", fault)
   for module in (jax, flax, optax, np):  # What is imported is what is listed.
     assert module.__version__ == versions[module.__name__], module.__file__
   spec = enp.ArraySpec.from_array(jnp.zeros((2, 3), jnp.float32))
@@ -1086,8 +1086,7 @@ def sharding():
     assert facts[name] == str((64 // parts, WIDTH)), facts
     assert {shard.device for shard in shards} == set(jax.devices()), shards
   assert distance(copied.params, spread.params) < 1e-5, "trained otherwise"
-  at_most, more = kd.sharding.FSDPSharding()(
-      [np.zeros((1024, x), np.float32) for x in (1024, 1025)])
+  at_most, more = map(kd.sharding.FSDPSharding(), map(np.zeros, (2**19, 2**20)))
   assert at_most.is_fully_replicated and not more.is_fully_replicated, more
   return facts
 
@@ -1289,9 +1288,10 @@ KNOWN_FAULTS = {  # Words of a failure -> its cause, and what to move.
 def describe(path, value, surface):
   """Adds path -> a signature or constant, and what is below it in a class."""
   made = getattr(value, "__dataclass_params__", "")
+  call = value.__init__ if made else value
   try:  # Also the signature that `functools.wraps` hides.
-    text = " ".join(dict.fromkeys(str(inspect.signature(
-        value.__init__ if made else value, follow_wrapped=x)) for x in (1, 0)))
+    text = " ".join(dict.fromkeys(map(str, (inspect.signature(call),
+        inspect.signature(call, follow_wrapped=False)))))
   except (TypeError, ValueError):
     text = repr(value) if isinstance(value, CONSTANTS) else type(value).__name__
   name = getattr(value, "__qualname__", "")
