@@ -4,1397 +4,3004 @@
 # dependencies = ["kauldron>=1.4.2", "jax", "flax", "optax", "etils", "numpy",
 #   "google-cloud-bigquery>=3.20"]  # Without this one pip backtracks for long.
 # ///
+
+# %% [markdown]
+# # A tour of Kauldron that proves what it says
+#
+# Kauldron is Google Research's library for training models with JAX. In
+# Kauldron an experiment is a single object, the `Trainer`. It joins a model,
+# data, losses, metrics and an optimizer, none of which knows the others. Three
+# mechanisms make that possible, and they are Part I of this tour:
+#
+# - **konfig**: an experiment is written as ordinary Python calls that are
+#   recorded instead of made. What is recorded is plain data, so it can be
+#   printed, changed, stored and swept over before anything is built.
+# - **kontext**: parts find their inputs by a *key path*, a string such as
+#   `"batch.image"` or `"preds.logits"`. So a loss never imports the model that
+#   it scores, and a metric can look inside a layer that knows nothing of it.
+# - **ktyping**: functions say which shapes they take, with named axes, and a
+#   decorator checks that at each call.
+#
+# Part II trains a small model and takes the training apart. Part III is what
+# the first weeks with a real project ask for: evaluation, checkpoints,
+# fine-tuning, several devices, configs on the command line, data pipelines,
+# parts of your own. Its last section is an experiment to copy and start from.
+#
+# You should know JAX, and have seen flax.linen and optax. All of it runs on a
+# CPU in half a minute, with synthetic data; no result here says anything about
+# how good a model is.
+#
+# Every section makes one claim, its title. It first does what you would type,
+# and shows what comes out; then it gets the same result another way (NumPy by
+# hand, plain JAX, a second run) and compares. What passes is true of the
+# versions that you have installed.
+#
+# Three helpers occur everywhere:
+#
+# - `show(label, value)` prints.
+# - `agree(label, this=a, that=b)` prints both values under their names, and
+#   fails unless they are equal; floats may differ by rounding. Of an array it
+#   prints the first value, and compares all.
+# - `with raises(KeyError, "words"):` fails unless its block raises that error,
+#   with these words in it.
+#
+# They are defined in the first cell, with the machinery that runs the sections.
+# Skip that cell on a first read, and the setup after it.
+
+# %% How a section runs (skip on a first read) jupyter={"source_hidden": true}
 """A tour of Kauldron, the JAX training library, that proves what it says.
 
-Read it from top to bottom beside its output. Every section makes one claim,
-shows it and asserts it: what passes is true of the versions you have. It is not
-a reference, benchmark or good model: the data is synthetic, a CPU trains it.
+  python kauldron_tour.py                   # everything, in about 20 seconds
+  python kauldron_tour.py --only key_paths  # one section; --list names all
+  python kauldron_tour.py --workdir out     # keep runs, events and pictures
 
-Run (about 20 seconds on two cores, 5 of them importing TensorFlow):
-  python kauldron_tour.py                   # everything
-  python kauldron_tour.py --only key_paths  # some of it; --list names all
-  python kauldron_tour.py --workdir out     # keep checkpoints, events, pictures
+or paste it into a notebook cell.
 """
+
+import os
+import sys
+
+FILE = os.path.realpath(globals().get("__file__", ""))
+RUNNING = __name__ == "__main__"  # An import, as in a test, only defines.
+AS_SCRIPT = RUNNING and os.path.realpath(sys.argv[0]) == FILE
+
+if AS_SCRIPT:
+  # What serves the command line stands in the last cell but one, out of the
+  # reader's way. A script needs it first.
+  with open(FILE, encoding="utf-8") as this_file:
+    before, _, after = this_file.read().partition("\n# %% The command line")
+  code = "\n" * (before.count("\n") + 1) + "#" + after.partition("\n# %%")[0]
+  exec(compile(code, FILE, "exec"))
+  refuse_hidden_modules()  # noqa: F821
 
 import argparse
 import atexit
-import builtins
-from collections.abc import Generator
 import contextlib
 import dataclasses
 import functools
 import gc
-import importlib
-from importlib import metadata, util
-import inspect
+import importlib.metadata
+import importlib.util
 import io
-import itertools
 import json
-import logging
-import os
 import pathlib
 import re
-import shlex
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import textwrap
 import time
 import traceback
-import unittest.mock
+import types
+import unittest
 import warnings
 
-# %% Plumbing (skip on a first read)
-# Short names used throughout: cfg (config), ds (dataset), preds (what a model
-# returned), interms (what its inner layers returned), aux (auxiliaries: states
-# of losses, metrics and summaries), kt (kauldron.ktyping).
-SECTIONS = """where_we_are config_tree config_references key_paths shape_checker
-loss_and_metric real_trainer readable_loop inner_layer sweep resumed_run
-evaluators rebuilt_run partial_training event_files sharding config_file
-random_streams data_pipeline type_checkers base_classes""".split()
-SEED, NUM_CLASSES, WIDTH, BATCH_SIZE = 0, 4, 32, 48
-NUM_STEPS, LOG_EVERY, SAVE_EVERY, LEARNING_RATE, PEAK = 100, 10, 30, 0.005, 0.1
-INTERRUPTS = []  # Of Ctrl-C: after the first, no further section is started.
-IN_NOTEBOOK = hasattr(builtins, "__IPYTHON__")
-PROGRESS = None  # A notebook's bar: sections that have ended, of all.
-wrap = functools.partial(
-    textwrap.fill, subsequent_indent="    ", break_on_hyphens=False)
+SECTIONS = {}  # Name -> function, in the order of the file.
+RESULTS = {}   # Name -> title, status, seconds, reason, facts, where, library.
+FACTS = {}     # What the section that runs has shown: label -> value.
+SETTINGS = " ".join(f"{name}={value}" for name, value in os.environ.items()
+                    if name.startswith(("FLAX_", "JAX_", "XLA_")))
 
-class Results(dict):
-  """Section name -> title, status, seconds, reason, facts. Shows as a table."""
-  def __repr__(self):
-    return "\n".join([f"{'':8}{'seconds':>8}  what was proved", *(
-        f"  {x['status']:4} {x['seconds']:9.1f}  {SECTIONS.index(name):2} "
-        f"{x['title']}" for name, x in self.items())])
-RESULTS = Results()
 
 def section(title):
-  """Registers a section, which the main program runs here."""
+  """Runs the function below as a section, where it stands."""
   def register(function):
     function.title = title
-    if RUNS and function.__name__ in OPTIONS.sections:
+    SECTIONS[function.__name__] = function
+    if RUNNING and (OPTIONS is None or function.__name__ in OPTIONS.sections):
       run_section(function)
+    if AS_SCRIPT and len(RESULTS) == len(OPTIONS.sections):
+      sys.exit(finish())  # That was the last one.
     return function
   return register
 
+
 def run_section(function):
-  """Runs a section, prints how it ended and records that in RESULTS."""
-  name, claim = function.__name__, function.__doc__.splitlines()[0]
-  if INTERRUPTS not in ([], [name]):  # Of a notebook, its cell may run again.
-    return
-  INTERRUPTS.clear()
-  print(f"\n[{SECTIONS.index(name):02}/{len(SECTIONS) - 1:02}] "
-        f"{function.title}\n  {claim}", flush=True)
-  status, reason, facts, where = "PASS", "", {}, {}
+  """Runs a section and records in RESULTS how it ended."""
+  name = function.__name__
+  result = {"title": function.title, "status": "FAIL", "seconds": 0.0,
+            "reason": "interrupted", "facts": {}, "where": "", "library": ""}
+  RESULTS[name] = result
+  FACTS.clear()
+  heading = f"[{list(SECTIONS).index(name)}] {function.title}"
+  print(f"\n{heading}\n{'-' * len(heading)}", flush=True)
   start = time.perf_counter()
   try:
-    facts = function()
+    if UNSUPPORTED and "kauldron.train" in sys.modules:
+      raise unittest.SkipTest(
+          f"{UNSUPPORTED[0]} is set; Kauldron's Trainer needs it unset.")
+    function()
+    result.update(status="PASS", reason="")
   except unittest.SkipTest as skip:
-    status, reason = "SKIP", str(skip)
-  except KeyboardInterrupt:
-    status, reason = "FAIL", "interrupted"
-    INTERRUPTS.append(name)
+    result.update(status="SKIP", reason=str(skip))
   except Exception as error:  # Whatever it is, the other sections still run.
-    status, reason = "FAIL", f"{type(error).__name__}: {error}"
-    where = print_traceback(error)
-  seconds = time.perf_counter() - start
-  jax.clear_caches()  # Programs are no longer needed, their memory is.
-  RESULTS[name] = {"title": function.title, "status": status, "facts": facts,
-                   "seconds": seconds, "reason": reason, **where}
-  if facts:
-    print(wrap("  facts: " + ", ".join(
-        f"{key}: {textwrap.shorten(str(value), 44, placeholder='...')}"
-        for key, value in facts.items()), 78))
-  print(f"  {status} {seconds:.1f}s {first_line(reason)}".rstrip(), flush=True)
-  if PROGRESS:
-    PROGRESS.progress = len(RESULTS)
+    result.update(describe(error))
+  finally:
+    result["seconds"] = time.perf_counter() - start
+    result["facts"] = dict(FACTS)
+  line = f"{result['status']} {name}, {result['seconds']:.1f} s"
+  if result["reason"]:
+    line += f": {headline(result['reason'])}"
+  print(textwrap.shorten(line, 79, placeholder=" ..."), flush=True)
 
-def first_line(error):
-  """Returns the first line of a message, and the last one after a colon."""
-  lines = str(error).strip().splitlines() or [""]
-  return f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
 
-def print_traceback(error):
-  """Prints the tour's frames and the last one; returns where that was."""
-  trace = error.__traceback__.tb_next  # Without `run_section`.
-  ours = [frame.f_globals is globals() for frame, _ in traceback.walk_tb(trace)]
-  lines = traceback.extract_tb(trace)
-  own = list(itertools.compress(lines, ours))
-  text = traceback.format_list(own + [lines[-1]] * (not ours[-1]))
-  text += traceback.format_exception_only(error)
-  print(textwrap.indent("\n".join("".join(text).splitlines()[:40]), "  "))
-  path = lines[-1].filename.rpartition(f"site-packages{os.sep}")[2]
-  return {"frame": f"{own[-1].name}: {own[-1].line}",
-          "library": f"{path}, {lines[-1].name}"}
+def headline(reason):
+  """Returns the first line of a message, and after a colon the last one."""
+  first, *others = reason.strip().splitlines() or [""]
+  if others and first.endswith(":"):
+    return f"{first} {others[-1]}"
+  return first
+
+
+def describe(error):
+  """Prints an error from our own line on; returns why and where it was."""
+  trace = error.__traceback__
+  while trace.tb_next and trace.tb_frame.f_code is run_section.__code__:
+    trace = trace.tb_next
+  traceback.print_exception(type(error), error, trace, chain=False,
+                            file=sys.stdout)
+  *_, last = frames = traceback.extract_tb(trace)
+  ours = [x for x in frames if x.filename == describe.__code__.co_filename]
+  where = library = ""
+  if ours:
+    where = f"line {ours[0].lineno} in {ours[0].name}: {ours[0].line}"
+  if not ours or last is not ours[-1]:
+    path = last.filename.rpartition(f"site-packages{os.sep}")[2]
+    library = f"{path}:{last.lineno} in {last.name}"
+  return {"reason": f"{type(error).__name__}: {error}",
+          "where": where, "library": library}
+
+
+def brief(value):
+  """Returns a value as text: floats with four digits, of an array the first."""
+  if isinstance(value, (float, np.floating)):
+    return f"{value:.4g}"
+  if isinstance(value, np.ndarray) and value.ndim:
+    return f"{brief(value.flat[0])} ..."
+  return str(value)
+
 
 def show(label, value):
-  """Prints `label => value`, below the label if it is long or has lines."""
-  text = value if isinstance(value, str) else repr(value)
-  if "\n" in text or len(label + text) > 74:
-    lines = "\n" + "\n".join(wrap(line, 74) for line in text.splitlines())
-    text = textwrap.indent(lines, "    ")
-  print(f"  {label} => {text}")
+  """Prints `label => value`, and keeps it as a fact for the report."""
+  FACTS[label] = value if isinstance(value, (bool, int, float)) else str(value)
+  text = brief(value)
+  if "\n" in text or len(label + text) > 72:
+    fill = textwrap.TextWrapper(74, break_on_hyphens=False,
+                                subsequent_indent="    ").fill
+    lines = [fill(line) for line in text.splitlines()]
+    text = "\n" + textwrap.indent("\n".join(lines), "    ")
+  gap = "" if text.startswith("\n") else " "
+  print(f"  {label} =>{gap}{text}")
+
+
+def agree(label, rtol=3e-6, **values):
+  """Prints two values under their names, and asserts that they are equal.
+
+  Floats, and arrays of them, may differ by a tolerance that is relative to the
+  largest; anything else may not. Of arrays the first value is printed.
+  """
+  (name, found), (other, expected) = values.items()
+  exact = isinstance(found, (bool, int, str, tuple))
+  if not exact:
+    found = np.asarray(found, float)[()]
+    expected = np.asarray(expected, float)[()]
+  FACTS[label] = found if isinstance(found, (bool, int, float)) else (
+      brief(found))
+  halves = [f"{name.replace('_', ' ')} {brief(found)}",
+            f"{other.replace('_', ' ')} {brief(expected)}"]
+  separator = ", " if len(label) + sum(map(len, halves)) < 72 else ",\n    "
+  print(f"  {label}: {separator.join(halves)}")
+  if exact:
+    np.testing.assert_equal(found, expected, label)
+  else:
+    atol = rtol * np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, 0, atol, equal_nan=False,
+                               err_msg=label)
+
 
 def draw(name, curves, **axes):
-  """Draws label -> (steps, values >= 0) as text, and if it can as a picture."""
-  top = max(max(y) for _, y in curves.values())
-  for label, (_, y) in curves.items():
-    dots = "".join(" .:-=+*#@"[round(8 * value / top)] for value in y)
-    print(f"  {label:9} |{dots}|")
-  if not (util.find_spec("matplotlib") and (IN_NOTEBOOK or OPTIONS.workdir)):
+  """Draws label -> (steps, values) as text; a notebook gets a picture.
+
+  All values must be at least 0. The picture also goes into `--workdir`.
+  """
+  top = max(max(values) for _, values in curves.values())
+  for label, (_, values) in curves.items():
+    marks = [" .:-=+*#@"[round(8 * value / top)] for value in values]
+    print(f"  {label:10} |{''.join(marks)}|")
+  if AS_SCRIPT and not OPTIONS.workdir:
     return
+
   from matplotlib import figure
-  picture = figure.Figure(figsize=(7, 4), layout="constrained")
+  picture = figure.Figure(figsize=(7, 3.5), layout="constrained")
   plot = picture.subplots()
   plot.set(**axes)
-  plot.locator_params(axis="x", integer=True)  # There is no step 2.5.
-  for label, (x, y) in curves.items():
-    plot.plot(x, y, label=label)
+  for label, (steps, values) in curves.items():
+    plot.plot(steps, values, label=label)
   plot.legend()
-  path = pathlib.Path(OPTIONS.workdir or temporary_dir(), f"{name}.png")
-  picture.savefig(path)
-  if IN_NOTEBOOK:
+  picture.savefig(WORKDIR / f"{name}.png")
+  if RUNNING and not AS_SCRIPT:
     from IPython import display
-    display.display(display.Image(path))
+    display.display(display.Image(WORKDIR / f"{name}.png"))
 
-# %% 0. Where we are
-class CannotRun(RuntimeError):
-  """Ends a cell; IPython shows its sentence in place of a traceback."""
-  def _render_traceback_(self):
-    return [f"kauldron_tour: {self}"]
 
-def stop(sentence):
-  """Ends a run that cannot start: one sentence, exit status 2."""
-  if IN_NOTEBOOK:
-    raise CannotRun(sentence)
-  print(f"kauldron_tour: {sentence}", file=sys.stderr)
-  sys.exit(2)
-
-def on_signal(number, frame):
-  """Ctrl-C ends the section that runs, another signal ends the whole run."""
-  if number != signal.SIGINT:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # No one may be listening.
-    sys.exit(128 + number)
-  INTERRUPTS.append(number)
-  if any(x.f_code.co_name in SECTIONS for x, _ in traceback.walk_stack(frame)):
-    raise KeyboardInterrupt
-
-def parse_options(argv):
-  """Returns the options; `sections` names the sections that are to run."""
-  parser = argparse.ArgumentParser("kauldron_tour.py", epilog="A NAME may be a"
-      " number. Exit status: 0 passed, 1 a section failed, 2 wrong usage or"
-      " environment, 3 passed but not as in the baseline, 130 Ctrl-C.")
-  parser.error = lambda message: stop(f"{message}; --help explains.")
-  add = parser.add_argument
-  add("--list", action="store_true", help="list the sections and exit")
-  add("--only", nargs="+", metavar="NAME", default=SECTIONS, help="run these")
-  add("--skip", nargs="+", metavar="NAME", default=[], help="leave these out")
-  add("--strict", action="store_true", help="a SKIP counts as a failure")
-  add("--workdir", metavar="DIR", help="keep runs and pictures below DIR")
-  add("--report", metavar="FILE", help="write a report as JSON; - is stdout")
-  add("--baseline", metavar="FILE", help="compare with an earlier report")
-  add("--no-patch", action="store_true", help="apply no compatibility patch")
-  options = parser.parse_args(argv)
-  numbered = {str(number): name for number, name in enumerate(SECTIONS)}
-  only, skip = ({numbered.get(text, text) for text in texts}
-                for texts in (options.only, options.skip))
-  for unknown in (only | skip) - set(SECTIONS):
-    stop(f"there is no section {unknown!r}; --list shows them all.")
-  options.sections = [name for name in SECTIONS if name in only - skip]
-  if not options.sections:
-    stop("--only and --skip leave no section to run.")
-  return options
-
-REQUIREMENTS = """kauldron>=1.4.2 jax flax optax etils numpy
-google-cloud-bigquery>=3.20""".split()  # As at the top of the file.
-
-@functools.cache
-def temporary_dir():
-  """Returns the path of a directory that is removed at exit, no sooner."""
-  path = tempfile.mkdtemp(prefix="kauldron_tour_")
-  atexit.register(shutil.rmtree, path, ignore_errors=True)
-  return path
-
-def versions():
-  """Returns the name of each installed package -> its version."""
-  return {x.name: x.version for x in reversed([*metadata.distributions()])}
-
-def install():
-  """Installs Kauldron where this is a notebook, and else says how to."""
-  command = [sys.executable, "-m", "pip", "install", *REQUIREMENTS]
-  if not IN_NOTEBOOK:
-    stop("kauldron is not installed: with Python 3.11 to 3.13, "
-         f"`{shlex.join(command)}` installs it.")
-  print("Kauldron is not installed. Installing it takes minutes.", flush=True)
-  before = versions()
-  pip = subprocess.run(command, capture_output=True, text=True, check=False)
-  if pip.returncode:
-    why = re.findall(r"(?:ERROR|error): [^\x1b\n]*|.*\Z", pip.stderr.strip())
-    stop(f"pip could not install Kauldron: {why[0]}")
-  importlib.invalidate_caches()
-  homes = metadata.packages_distributions()
-  changed = dict(before.items() - versions().items()).keys()
-  in_use = {x for name in sys.modules for x in homes.get(name, ())}
-  if replaced := changed & in_use:
-    stop("restart the runtime and run this again: pip replaced "
-         f"{', '.join(sorted(replaced))}, which had been imported.")
-
-IS_SCRIPT = os.path.realpath(sys.argv[0]) == os.path.realpath(
-    stop.__code__.co_filename)  # If not, the arguments are not for us.
-OPTIONS = parse_options(sys.argv[1:] if IS_SCRIPT else [])
-RUNS = __name__ == "__main__" and not OPTIONS.list  # An import only defines.
-SCHEMA, TOLERANCE = 1, 1e-3  # Of reports; relative, between floats of two.
-if sys.version_info < (3, 11):
-  stop(f"Python {sys.version.split()[0]} is too old: use 3.11 to 3.13.")
-if not __debug__:
-  stop("python -O strips the assertions this tour is made of: leave out -O.")
-try:
-  importlib.import_module("kauldron")
-except ModuleNotFoundError:
-  install()
-try:
-  assert shutil.disk_usage(tempfile.gettempdir()).free > 5e7, "TMPDIR is full"
-  if OPTIONS.workdir:
-    OPTIONS.workdir = pathlib.Path(OPTIONS.workdir).expanduser().absolute()
-    OPTIONS.workdir.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=OPTIONS.workdir).close()
-  if OPTIONS.baseline:
-    OPTIONS.baseline = json.loads(pathlib.Path(OPTIONS.baseline).read_text())
-    assert OPTIONS.baseline["schema"] == SCHEMA, f"its schema is not {SCHEMA}"
-  if OPTIONS.report:
-    tempfile.TemporaryFile(dir=pathlib.Path(OPTIONS.report).parent).close()
-except (OSError, ValueError, TypeError, KeyError, AssertionError) as error:
-  stop(f"cannot use --workdir, --baseline, --report or TMPDIR: {error!r}.")
-if RUNS and IN_NOTEBOOK:
-  from IPython.display import ProgressBar
-  PROGRESS = ProgressBar(len(OPTIONS.sections))
-  PROGRESS.display()
-elif RUNS:
-  for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, on_signal)
-  sys.excepthook = lambda kind, *error: (
-      on_signal(signal.SIGPIPE, None) if kind is BrokenPipeError
-      else sys.__excepthook__(kind, *error))
+OPTIONS = None
+if AS_SCRIPT:
+  OPTIONS = read_options(sys.argv[1:])  # noqa: F821
+  sys.excepthook = on_error  # noqa: F821
   print(f"A tour of Kauldron: {len(OPTIONS.sections)} sections.", flush=True)
 
-# So that configs say `kauldron_tour:MLP` also where this is called `__main__`.
-sys.modules["kauldron_tour"] = sys.modules[__name__]
-if IN_NOTEBOOK and IS_SCRIPT:  # `%run` takes the module's own name away.
-  sys.modules[__name__].__class__ = type(
-      "Tour", (type(sys),), {"__name__": "kauldron_tour"})
+# %% [markdown]
+# ## Setup
+#
+# Short names that this tour uses throughout, most of them Kauldron's own: `cfg`
+# is a config, `ds` a data set, `preds` what the model returned, `kt` the shape
+# checker `kauldron.ktyping`. `kd` is Kauldron itself; its parts (`kd.data`,
+# `kd.train` and so on) are imported when they are first used. Only some of them
+# need TensorFlow, for event files and data, and nothing does before Part II.
+#
+# A notebook without Kauldron installs it first. Two bugs in other packages are
+# patched here if your versions have them; the next section says which. Much is
+# wrapped in `jax.jit` below, for one reason: without it JAX compiles every
+# operation by itself, which takes longer.
 
-# Libraries read these when they are imported. What the caller has set stays.
+# %% Setup jupyter={"source_hidden": true}
+if not importlib.util.find_spec("kauldron"):
+  if AS_SCRIPT:
+    stop("kauldron is not installed; with Python 3.11 to 3.13, "  # noqa: F821
+         "`pip install 'kauldron>=1.4.2' 'google-cloud-bigquery>=3.20'` "
+         "installs it.")
+  print("Kauldron is not installed. Installing it takes minutes.", flush=True)
+  subprocess.run([sys.executable, "-m", "pip", "install", "--quiet",
+                  "kauldron>=1.4.2", "google-cloud-bigquery>=3.20"], check=True)
+
+# Read by the libraries when they are imported. What you have set is kept.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("TQDM_DISABLE", "1")  # No progress bars between lines.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # Compile faster.
-os.environ.setdefault("TQDM_DISABLE", "1")  # Bars would cut up what is printed.
+# Compile fast, run slowly: right for a tour, wrong for your own training.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 from etils import enp
 import flax
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from kauldron import kd, konfig, kontext  # kd is lazy: no TensorFlow yet.
 import numpy as np
 import optax
 
-# Section 15 needs two devices: virtual ones, unless the caller has a say in it.
-if (RUNS and jax.config.jax_num_cpu_devices < 0
-    and "device_count" not in os.environ.get("XLA_FLAGS", "")):
-  with contextlib.suppress(RuntimeError):  # A notebook's JAX may be running.
-    jax.config.update("jax_num_cpu_devices", 2)
-try:
-  jax.devices()
-except (RuntimeError, AssertionError):
-  stop(f"JAX finds no device for JAX_PLATFORMS={jax.config.jax_platforms}.")
-
-if not util.find_spec("kauldron.ktyping"):
-  print("This Kauldron is older than 1.4: sections that need ktyping fail.")
 PATCHES = {}  # What was mended -> the fault that made it necessary.
+if not hasattr(np, "float128"):  # NumPy on Windows and ARM Macs lacks it.
+  np.float128 = np.longdouble
+  PATCHES["numpy.float128"] = "numpy has no float128 on this machine"
+try:
+  enp.ArraySpec(shape=(), dtype=np.float32)
+except AttributeError as error:  # etils <= 1.14.0 with jax >= 0.10.2.
+  enp.array_spec._is_jax_random_dtype = lambda dtype: (
+      jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+  PATCHES["etils.enp.array_spec"] = str(error)
 
-if not OPTIONS.no_patch:  # Whether a patch is needed shows when it is tried.
-  try:
-    enp.ArraySpec(shape=(), dtype=np.float32)
-  except AttributeError as error:  # etils <= 1.14.0 reads a lost module of JAX.
-    enp.array_spec._is_jax_random_dtype = lambda dtype: (
-        jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
-    PATCHES["etils.enp.array_spec"] = str(error)
-  if not hasattr(np, "float128"):  # As on ARM Macs and on Windows.
-    np.float128 = np.longdouble
-    PATCHES["numpy.float128"] = "NumPy has no float128 on this machine"
+from kauldron import kd, konfig, kontext
 
+# With one of these Part II is skipped: Kauldron, orbax or optax fail with them.
+UNSUPPORTED = [name for name, is_set in {
+    "FLAX_RETURN_FROZENDICT": flax.config.flax_return_frozendict,
+    "JAX_DISABLE_JIT": jax.config.jax_disable_jit,
+    "JAX_NUMPY_DTYPE_PROMOTION=strict":
+        jax.config.jax_numpy_dtype_promotion == "strict"}.items() if is_set]
+
+# Section `sharding` divides a model among two devices. A CPU can pose as two.
+if (RUNNING and jax.config.jax_num_cpu_devices < 0  # That is: not set.
+    and "device_count" not in os.environ.get("XLA_FLAGS", "")):
+  with contextlib.suppress(RuntimeError):  # JAX may be running already.
+    jax.config.update("jax_num_cpu_devices", 2)
+
+# Configs name what this file defines "kauldron_tour:MLP", for example. This
+# makes the name work whatever Python calls this file at the moment.
+if __name__ != "kauldron_tour":
+  def look_up(name):
+    """Returns what this file defines under a name."""
+    if name not in globals():
+      raise AttributeError(name)
+    return globals()[name]
+
+  this_file = types.ModuleType("kauldron_tour")
+  this_file.__getattr__ = look_up
+  sys.modules["kauldron_tour"] = this_file
+
+raises = unittest.TestCase().assertRaisesRegex  # with raises(class, "words"):
+warnings.filterwarnings("ignore", "Sharding info not provided")  # orbax's.
+warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's.
+
+SEED = 0
+
+# Runs go below --workdir, or a temporary directory that is removed at the end.
+TEMPORARY = tempfile.mkdtemp(prefix="kauldron_tour_")
+atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
+WORKDIR = pathlib.Path(TEMPORARY)
+if OPTIONS and OPTIONS.workdir:
+  WORKDIR = OPTIONS.workdir
+
+# What XLA has compiled for one run is taken up by the next.
+if not jax.config.jax_compilation_cache_dir:
+  jax.config.update("jax_compilation_cache_dir", f"{TEMPORARY}/compiled")
+
+
+def new_workdir(name):
+  """Returns the absolute path of a new directory, named after its use."""
+  return tempfile.mkdtemp(prefix=f"{name}_", dir=WORKDIR)
+
+# %% [markdown]
+# ## Where we are
+#
+# What follows is shown for the versions that are printed here. The tour was
+# written for Kauldron 1.4.2 to 1.4.4.
+
+# %%
 @section("Where we are")
 def where_we_are():
-  """What follows is proved for these versions, devices and patches."""
-  packages = "kauldron jax flax optax etils orbax-checkpoint numpy".split()
-  versions = {name: metadata.version(name) for name in packages}
-  show(f"python {sys.version.split()[0]}",
-       ", ".join(f"{name} {version}" for name, version in versions.items()))
-  for name, fault in PATCHES.items():
-    show(f"patched {name}", fault)
-  for module in (jax, flax, optax, np):  # What is imported is what is listed.
-    assert module.__version__ == versions[module.__name__], module.__file__
-  spec = enp.ArraySpec.from_array(jnp.zeros((2, 3), jnp.float32))
-  assert (spec.shape, spec.dtype) == ((2, 3), np.float32), spec
-  return dict(backend=jax.default_backend(), devices=jax.device_count(),
-              patches=", ".join(PATCHES) or "none")
+  """Prints versions, devices and what had to be mended."""
+  print(f"  python {sys.version.split()[0]}")
+  for module in (jax, flax, optax, np):  # In a notebook an old one may linger.
+    name = module.__name__
+    installed = importlib.metadata.version(name)
+    agree(name, imported=module.__version__, installed=installed)
+  print(f"  kauldron: installed {importlib.metadata.version('kauldron')}")
 
-# %% Part I: the three mechanisms (TensorFlow comes in Part II)
-# %% 1. A config is a call tree, and a call tree is a dict
-with konfig.imports():  # Import lines only: in all threads they are replaced.
+  show("devices", " ".join(str(device) for device in jax.devices()))
+  show("patches", ", ".join(PATCHES) or "none")
+  for name, fault in PATCHES.items():
+    print(f"  {name} was mended: {fault}")
+
+  # This fails where the patch of etils is needed and was not made. Kauldron
+  # describes arrays so.
+  spec = enp.ArraySpec.from_array(jnp.zeros((2, 3), jnp.float32))
+  agree("a spec", shape=spec.shape, of_the_array=(2, 3))
+
+# %% [markdown]
+# # Part I: the three mechanisms
+#
+# ## A config is a call tree, and a call tree is a dict
+#
+# An experiment is written down as ordinary calls, but none of them happens.
+# Inside `konfig.imports()` an import gives a stand-in for the module (a proxy).
+# Whatever you call on a stand-in returns a `ConfigDict`: the name of the
+# function, and its arguments. Some of these are `ConfigDict`s themselves, so
+# the whole is a tree. It can be printed, changed, stored as JSON and sent to
+# another machine. `konfig.resolve` makes the calls at last, from the inside
+# out.
+#
+# In a real project a config has a file of its own, with nothing else in it, and
+# then `with konfig.imports(): import optax` is all it takes. This tour is one
+# file, and uses the real `optax` too. So here the stand-ins have names of their
+# own, `lazy_...`, and it is never in doubt which of the two a line uses.
+# (Kauldron's documentation keeps configs and code apart for the same reason,
+# and advises against `imports()` in a notebook, where a name would stay a
+# stand-in in all later cells. Section `mock_modules` has what it recommends
+# there.)
+
+# %%
+with konfig.imports():
   from kauldron import kd as lazy_kd
-  import kauldron_tour as lazy_tour
   import optax as lazy_optax
 
-def raises(kind, call, *args, **kwargs):
-  """Returns the error of class `kind` that the call must raise."""
-  with unittest.TestCase().assertRaises(kind) as caught:
-    call(*args, **kwargs)
-  return caught.exception
+# %% [markdown]
+# Only import lines belong in that block: while it is open, `import` means
+# something else in the whole process, other threads included.
 
+# %%
 @section("A config is a call tree, and a call tree is a dict")
 def config_tree():
-  """Calls are recorded as dicts that survive JSON and become objects later.
-
-  In `konfig.imports()` an import is a stand-in that records calls (`lazy_...`).
-  optax has no base class or registry for that: `konfig.resolve` looks up
-  "optax:sgd" by name and calls it. A part used twice stays one, also in JSON. A
-  value of another type is refused when set, a misspelt argument in that call.
-  """
-  cfg = lazy_optax.chain(lazy_optax.clip_by_global_norm(1.0),
-                         lazy_optax.sgd(learning_rate=0.5, momentum=0.9))
+  """Calls are recorded as dicts that survive JSON and become objects later."""
+  cfg = lazy_optax.chain(
+      lazy_optax.clip_by_global_norm(1.0),
+      lazy_optax.sgd(learning_rate=0.5, momentum=0.9))
   show("cfg", cfg)
-  show("cfg[0]", (type(cfg[0]).__name__, cfg[0].__qualname__))
-  before = konfig.resolve(cfg)
-  cfg[1].learning_rate = 0.4  # Still a dict, so everything in it can change.
-  late = raises(TypeError, konfig.resolve, cfg[-1] | {"learning_rat": 1.0})
-  show("konfig.resolve(cfg[-1] | {'learning_rat': 1.0})", str(late))
-  assert "argument 'learning_rat'" in str(late), late
-  made = [x.name for x in traceback.extract_tb(late.__cause__.__traceback__)]
-  assert "config_tree" in made[-2:], made  # The cause is where it was written.
-  show("cfg.to_json()", textwrap.fill(cfg.to_json(), 72))
-  twice = konfig.ConfigDict({"train": cfg, "eval": cfg})
-  read = konfig.ConfigDict(json.loads(twice.to_json()))  # A dict would not do.
-  assert read.train is read.eval and "*id001" in repr(read), read
-  by_hand = optax.chain(optax.clip_by_global_norm(1.0),
-                        optax.sgd(learning_rate=0.4, momentum=0.9))
-  params = np.array([1.0, -2.0, 3.0])
-  grads = jax.jit(jax.grad(lambda x: (x**4).sum()))(params)
-  updates = [jax.jit(x.update)(grads, x.init(params))[0].tolist()
-             for x in (konfig.resolve(read.train), by_hand, before)]
-  assert updates[0] == updates[1] != updates[2], updates
-  early = [raises(TypeError, setattr, cfg[1], "momentum", "high"),
-           raises(ValueError, setattr, cfg, "object", len)]
-  return dict(cfg=repr(cfg), json=cfg.to_json(), errors=f"{late} {early}")
+  show("type(cfg)", type(cfg).__name__)
 
-# %% 2. Change one number, and everything downstream follows
+  # Positional arguments are found by number, and all can still be changed.
+  cfg[1].learning_rate = 0.4
+  show("cfg[1], changed", cfg[1])
+  show("cfg[1].__qualname__", cfg[1].__qualname__)
+
+  # It goes through JSON and back.
+  text = cfg.to_json()
+  show("cfg.to_json(), indented", json.dumps(json.loads(text), indent=1))
+  read_back = konfig.ConfigDict(json.loads(text))
+
+  # Resolved, it does what the same calls do when you make them yourself. optax
+  # knows nothing of konfig: there is no base class and no registry.
+  optimizer = konfig.resolve(read_back)
+  by_hand = optax.chain(
+      optax.clip_by_global_norm(1.0),
+      optax.sgd(learning_rate=0.4, momentum=0.9))
+  gradient = np.array([3.0, -4.0], np.float32)  # Its norm is 5, clipped to 1.
+
+  def second_update(optimizer):
+    """Returns the update of a second step, where momentum is at work."""
+    opt_state = optimizer.init(gradient)
+    for _ in range(2):
+      update, opt_state = jax.jit(optimizer.update)(gradient, opt_state)
+    return update
+  agree("update", from_config=second_update(optimizer),
+        by_hand=second_update(by_hand))
+
+  # A part that is used twice is shared, and still is when it was read from JSON
+  # into a ConfigDict: change it in one place, and it has changed in the other.
+  twice = konfig.ConfigDict({"train": cfg, "eval": cfg})
+  read_back = konfig.ConfigDict(json.loads(twice.to_json()))
+  read_back.train[1].momentum = 0.5
+  agree("momentum in eval", found=read_back.eval[1].momentum, set_in_train=0.5)
+
+# %% [markdown]
+# ## In one block calls are recorded, outside they are made
+#
+# In a notebook one often wants both: the config, and the real thing to play
+# with. `konfig.mock_modules()` makes every module that the surrounding code has
+# imported a stand-in, for as long as its block lasts. So a call can be copied
+# out of a config and made.
+#
+# Every module but `konfig` is replaced, NumPy too, and in a notebook even
+# Python's builtins. So write nothing but calls in the block. Names that were
+# imported with `from optax import sgd` are no modules, and stay what they are.
+# Import modules at the top level, not in a function.
+#
+# As a rule: `imports()` in a file of configs, `mock_modules()` in a notebook.
+
+# %%
+@section("In one block calls are recorded, outside they are made")
+def mock_modules():
+  """The same call gives a config in the block and an optimizer after it."""
+  with konfig.mock_modules():
+    cfg = optax.sgd(learning_rate=0.5)
+    array = np.ones(3)
+  optimizer = optax.sgd(learning_rate=0.5)
+
+  show("in the block", cfg)
+  show("in the block, NumPy", array)
+  show("outside", type(optimizer).__name__)
+  assert isinstance(cfg, konfig.ConfigDict), cfg
+  assert isinstance(array, konfig.ConfigDict), array
+  assert isinstance(optimizer, optax.GradientTransformation), optimizer
+
+  gradient = np.ones(3, np.float32)
+  update, _ = jax.jit(optimizer.update)(gradient, optimizer.init(gradient))
+  resolved = konfig.resolve(cfg)
+  by_config, _ = jax.jit(resolved.update)(gradient, resolved.init(gradient))
+  agree("update", from_config=by_config, made_outside=update)
+
+# %% [markdown]
+# ## A wrong type is refused at once, a wrong name when resolved
+#
+# A value of another type than the one it replaces is refused at once, with some
+# leeway: an int is taken where a float stood, and `None` anywhere. A real
+# object is refused too: a config must stay data. But a misspelt argument is
+# found only when the call is made, by `konfig.resolve`.
+#
+# `cfg | {...}` is a copy with other arguments.
+
+# %%
+@section("A wrong type is refused at once, a wrong name when resolved")
+def config_errors():
+  """Another type is refused when it is set, a misspelt argument when called."""
+  cfg = lazy_optax.sgd(learning_rate=0.5, momentum=0.9, nesterov=False)
+  with raises(TypeError, "momentum") as caught:
+    cfg.momentum = "high"
+  show('cfg.momentum = "high"', caught.exception)
+  with raises(ValueError, "only accept other configurables") as caught:
+    cfg.accumulator_dtype = np.ones(3)
+  show("cfg.accumulator_dtype = np.ones(3)", caught.exception)
+  agree("momentum", still=cfg.momentum, as_it_was=0.9)
+
+  # Some other types are taken.
+  cfg.learning_rate = 1
+  agree("learning rate", found=cfg.learning_rate, set_to=1.0)
+  cfg.momentum = None
+  assert cfg.momentum is None, cfg
+
+  # The misspelt argument goes into the config ...
+  misspelt = cfg | {"learning_rat": 0.1}
+  assert "learning_rat" not in cfg, "the original was changed"
+
+  # ... and out of `konfig.resolve` comes an error that names it.
+  with raises(TypeError, "learning_rat'") as caught:
+    konfig.resolve(misspelt)
+  show("konfig.resolve(misspelt)", caught.exception)
+
+# %% [markdown]
+# ## Change one number, and everything downstream follows
+#
+# `cfg.num_train_steps` is the number that stands there now. If you put it into
+# a learning rate schedule, the schedule has a copy. `cfg.ref.num_train_steps`
+# is a *reference*: it stands for the field, whatever its value will be when the
+# config is resolved. References can be added, multiplied and so on. `int(ref)`
+# fails, because the value may still change; `konfig.ref_fn(int, ref)` calls
+# `int` whenever the field is read.
+#
+# Do not copy a config with references, neither with `|` nor with
+# `copy.deepcopy`: up to Kauldron 1.4.4 some of them go on following the
+# original. Call the function that makes the config again.
+#
+# Two fields of a `Trainer` exist to be referred to. `cfg.schedules` holds the
+# schedules, which are then also logged (section `real_trainer`). `cfg.aux`
+# holds whatever numbers an experiment has of its own.
+#
+# Below is part of a Trainer's config, with the schedule once by reference and
+# once, for comparison, by value.
+
+# %%
 @section("Change one number, and everything downstream follows")
 def config_references():
-  """`cfg.ref.x` stays tied to x, `cfg.x` copies the value it has now.
+  """`cfg.ref.x` stays tied to x, `cfg.x` copies the value that it has now."""
+  peak = 0.1  # The learning rate after warm-up.
+  cfg = lazy_kd.train.Trainer()
+  cfg.num_train_steps = 1000
+  cfg.aux = {"warmup_share": 0.1}
+  cfg.schedules = {
+      "follows": lazy_optax.warmup_cosine_decay_schedule(
+          init_value=0.0,
+          peak_value=peak,
+          warmup_steps=konfig.ref_fn(
+              int, cfg.ref.num_train_steps * cfg.ref.aux.warmup_share),
+          decay_steps=cfg.ref.num_train_steps),
+      "copied": lazy_optax.warmup_cosine_decay_schedule(
+          init_value=0.0,
+          peak_value=peak,
+          warmup_steps=int(cfg.num_train_steps * cfg.aux.warmup_share),
+          decay_steps=cfg.num_train_steps),
+  }
+  cfg.optimizer = lazy_optax.adam(learning_rate=cfg.ref.schedules["follows"])
+  show("cfg.schedules", cfg.schedules)
 
-  A reference survives arithmetic and, by `konfig.ref_fn`, any function. JSON
-  stores values only: what is read back no longer follows. Tuples become lists,
-  which `konfig.resolve` freezes again.
-  """
-  def schedule(steps):
-    return lazy_optax.warmup_cosine_decay_schedule(
-        0.0, PEAK, warmup_steps=steps // 10, decay_steps=steps)
-  cfg, rates = konfig.ConfigDict({"num_train_steps": 1000, "crop": (6, 6)}), []
-  cfg.follows = schedule(cfg.ref.num_train_steps)
-  cfg.frozen = schedule(cfg.num_train_steps)
-  cfg.name = konfig.ref_fn("{} steps".format, cfg.ref.num_train_steps).upper()
-  raises(NotImplementedError, bool, cfg.ref.name)  # Too early for an `if`.
-  for num_steps, name in itertools.product((1000, 200), ("follows", "frozen")):
-    cfg.num_train_steps = num_steps
-    rate, steps = konfig.resolve(cfg[name]), np.arange(10) * num_steps // 10
-    rates.append(np.array(jax.jit(jax.vmap(rate))(steps), float))
-    show(f"{name} at 10, 50, 90 % of {num_steps:4} steps",
-         rates[-1][[1, 5, 9]].round(3).tolist())
-  draw("schedule", {"follows": (steps, rates[2]), "frozen": (steps, rates[3])},
-       xlabel="step", ylabel="learning rate")
-  expected = PEAK * (1 + np.cos(np.pi * np.arange(9) / 9)) / 2  # After warm-up.
-  assert np.allclose(rates[:3], [0, *expected], atol=1e-6), rates
-  assert np.isclose(rates[3][1], PEAK * 20 / 100), rates  # Frozen, of 200.
+  # Now the experiment is to be shorter: one line.
+  cfg.num_train_steps = 200
+  show("decay_steps, by reference", cfg.schedules["follows"].decay_steps)
+  show("decay_steps, copied", cfg.schedules["copied"].decay_steps)
+  show("warmup_steps, by reference", cfg.schedules["follows"].warmup_steps)
+
+  # The optimizer refers to the schedule as a whole, and follows as well.
+  agree("the optimizer's decay_steps",
+        found=cfg.optimizer.learning_rate.decay_steps, expected=200)
+
+  # What the two schedules do in the 200 steps that are left.
+  steps = np.arange(200)
+  schedule = konfig.resolve(cfg.schedules["follows"])
+  copied_schedule = konfig.resolve(cfg.schedules["copied"])
+  follows = jax.jit(jax.vmap(schedule))(steps)
+  copied = jax.jit(jax.vmap(copied_schedule))(steps)
+  curves = {"follows": (steps[::4], follows[::4].tolist()),
+            "copied": (steps[::4], copied[::4].tolist())}
+  draw("config_references", curves, xlabel="step", ylabel="learning rate")
+
+  # By hand: a straight line up to the peak in 20 steps, then half a cosine.
+  agree("rate at step 12", follows=follows[12], by_hand=peak * 12 / 20)
+  share = (68 - 20) / (200 - 20)  # Of the cosine, at step 68.
+  agree("rate at step 68", follows=follows[68],
+        by_hand=peak * (1 + np.cos(np.pi * share)) / 2)
+  share = (150 - 100) / (1000 - 100)  # Of the cosine of the copied schedule.
+  agree("rate at step 150, copied", copied=copied[150],
+        by_hand=peak * (1 + np.cos(np.pi * share)) / 2)
+
+  # JSON has values only: what was read back no longer follows.
   read_back = konfig.ConfigDict(json.loads(cfg.to_json()))
-  read_back.num_train_steps = 1000
-  found = read_back.name, read_back.follows.decay_steps, read_back.crop
-  assert (cfg.name, found) == ("200 STEPS", ("200 STEPS", 200, [6, 6])), found
-  assert konfig.resolve(read_back.crop) == (6, 6), read_back
-  return dict(json=cfg.to_json())
+  read_back.num_train_steps = 50
+  agree("decay_steps, num_train_steps set to 50 after JSON",
+        found=read_back.schedules["follows"].decay_steps, as_before=200)
 
-# %% 3. Parts are wired by string key paths
+# %% [markdown]
+# ## Parts are wired by string key paths
+#
+# At each training step Kauldron collects what there is in one object, the
+# *context*: the batch, the step number, the parameters, the predictions of the
+# model, later the gradients. A loss or a metric has fields of type
+# `kontext.Key`, each of which holds a path. The loss below has two, `logits`
+# and `labels`. It is calculated by its method `get_values(logits, labels)`,
+# which gets what the two paths lead to.
+#
+# So a loss never learns which model it scores. Below, the same loss scores a
+# model that returns an array and a model that returns a nest of dicts and
+# lists. Only the path differs.
+#
+# Any tree of dicts, lists, arrays and objects can serve as context. Here it is
+# made by hand; in the `Trainer` Kauldron makes it.
+
+# %%
 @section("Parts are wired by string key paths")
 def key_paths():
-  """One loss scores two unlike models, and only its key path differs.
+  """One loss scores two unlike models, and only its key path differs."""
+  logits = np.array([[2.0, 0.0, 1.0], [0.0, 1.0, 3.0]])
+  labels = np.array([[0], [2]])  # Kauldron's labels have a last axis of 1.
+  simple = {"batch": {"label": labels}, "preds": logits, "step": 0}
+  nested = {"batch": {"label": labels}, "step": 0,
+            "preds": {"heads": [{"logits": -logits},  # Another head's.
+                                {"logits": logits}]}}
 
-  A context is any tree of dicts, lists, arrays and objects. A field annotated
-  `kontext.Key` holds the path at which its value will be found there. `**` is
-  any depth. A misspelt key fails when it is looked up: inside `train()`.
-  """
-  logits, path = np.array([[2.0, 0, 1], [0, 1, 3]]), "preds.heads[1].logits"
-  preds = {"heads": [{"logits": -logits}, {"logits": logits}]}
-  context = {"batch": {"label": np.c_[[0, 2]]}, "step": 0, "preds": preds}
-  def score(preds=preds, **keys):
-    loss = kd.losses.SoftmaxCrossEntropyWithIntLabels(
-        labels="batch.label", **keys)
-    return float(jax.jit(loss)(context=context | {"preds": preds}))
-  nested = str(kontext.path_builder_from("preds", dict).heads[1].logits)
-  losses = score(logits, logits="preds"), score(logits=nested)
-  by_hand = np.log(np.exp(logits).sum(-1)) - logits[[0, 1], [0, 2]]
-  assert np.allclose(losses, by_hand.mean()), (losses, by_hand)
-  for text, x in {path: logits, f"{path}[1]": logits[1], "batch.label.size": 2,
-                  f"{path}[...,None,::2]": logits[..., None, ::2]}.items():
-    parts = kontext.Path.from_str(text)  # A sequence: "preds", "heads", 1, ...
-    assert np.array_equal(parts.get_from(context), x), text
-    assert (kontext.Path(*parts), text) == (parts, str(parts)), parts
-  wrong = str(raises(KeyError, score, logits="preds.head[1].logits"))
-  show("a wrong path", wrong)
-  assert path in wrong.partition("Did you mean")[2], wrong
-  missing = str(raises(ValueError, score))
-  assert "required keys: ['logits']" in missing, missing
-  raises(KeyError, kontext.set_by_path, context, "preds.heads[2]", {})
-  found = kontext.set_by_path(context, "**.logits", 0), preds["heads"]
-  assert found == (["preds.heads[0].logits", path], [{"logits": 0}] * 2), found
-  return dict(wrong=wrong, missing=missing)
+  cross_entropy = kd.losses.SoftmaxCrossEntropyWithIntLabels
+  loss = cross_entropy(logits="preds", labels="batch.label")
+  loss_of_nested = cross_entropy(
+      logits="preds.heads[1].logits", labels="batch.label")
 
-# %% 4. Shapes are checked at run time, by named axes
-@contextlib.contextmanager
-def definitions():
-  """Lets the sections that can do without the definitions run all the same."""
-  try:
-    yield
-  except Exception as error:
-    print(f"\nNot defined: {type(error).__name__}: {error}")
+  # By hand: log of the sum of exp, minus the logit of the right class.
+  right = np.array([2.0, 3.0])
+  by_hand = np.mean(np.log(np.exp(logits).sum(axis=-1)) - right)
+  agree("loss of an array", kauldron=jax.jit(loss)(context=simple),
+        by_hand=by_hand)
+  agree("loss of a nest", kauldron=jax.jit(loss_of_nested)(context=nested),
+        by_hand=by_hand)
 
-with definitions():
-  kt = kd.ktyping
-  @kt.typechecked
-  @dataclasses.dataclass
-  class Noise:
-    __module__ = "kauldron_tour"  # A notebook's `__main__` has no source.
-    mean: kt.Float["n"] | kt.Int["n"]
-    scale: kt.Float["n"] | kt.Int["n"]
-    key: kt.PRNGKey
-  def centered(x: kt.Float["*b n"], mean: kt.Float["*b 1"],
-               transpose: bool = False) -> kt.Float["*b n"]:
-    return (x - mean).T if transpose else x - mean
-  @kt.typechecked
-  def norms(
-      tree: kt.PyTree[kt.Float["n _"], "$T"],
-      scales: kt.PyTree[kt.Float["n"], "$T"]) -> Generator[kt.Float["n"]]:
-    for leaf, scale in zip(*map(jax.tree.leaves, (tree, scales)), strict=True):
-      yield np.linalg.norm(leaf, axis=-1) * scale
+  # The error about a misspelt path suggests some that exist.
+  misspelt = cross_entropy(logits="preds.head[1].logits", labels="batch.label")
+  with raises(KeyError, "Did you mean") as caught:
+    misspelt(context=nested)
+  show("a misspelt path", caught.exception.args[0])
+  assert "preds.heads[1].logits" in str(caught.exception)
+
+  # A path that is required and was left out is named.
+  incomplete = cross_entropy(labels="batch.label")
+  with raises(ValueError, "logits") as caught:
+    incomplete(context=nested)
+  show("no path", caught.exception)
+
+# %% [markdown]
+# ## A path reads, writes, slices and globs
+#
+# `kontext` also reads and writes trees by path. That is how a sweep changes a
+# config (section `sweep`). A path may index and slice an array. `**` matches
+# any number of parts: functions that handle many values take it, the key of a
+# loss, which must name one value, does not.
+
+# %%
+@section("A path reads, writes, slices and globs")
+def paths():
+  """`kontext` gets and sets values in any tree by their paths."""
+  logits = np.arange(6.0).reshape(2, 3)
+  tree = {"heads": [{"logits": -logits}, {"logits": logits}]}
+
+  found = kontext.get_by_path(tree, "heads[1].logits[..., ::2]")
+  show("heads[1].logits[..., ::2]", found.tolist())
+  agree("every second column", rtol=0, found=found, by_hand=logits[:, ::2])
+
+  # Every path, with what is there.
+  flat = kontext.flatten_with_path(tree)
+  agree("paths", found=" ".join(flat),
+        expected="heads[0].logits heads[1].logits")
+
+  # Set one, or all that match.
+  kontext.set_by_path(tree, "heads[0].logits", 7)
+  agree("heads[0].logits", found=tree["heads"][0]["logits"], expected=7)
+  changed = kontext.set_by_path(tree, "**.logits", 0)
+  show("what was set by **.logits", " ".join(changed))
+  show("heads", tree["heads"])
+  assert tree["heads"] == [{"logits": 0}, {"logits": 0}], tree
+
+  # A list does not grow.
+  with raises(KeyError, "heads"):
+    kontext.set_by_path(tree, "heads[2]", {})
+
+  # A loss does not take `**`.
+  loss = kd.losses.L2(preds="**.logits", targets="heads[0].logits")
+  with raises(ValueError, "Invalid part") as caught:
+    loss(context=tree)
+  show("a key with **", caught.exception)
+
+# %% [markdown]
+# ## Shapes are checked at run time, by named axes
+#
+# `Float["*b n"]` describes an array of floats by its axes: `n` is one axis, and
+# `*b` stands for any number of axes, possibly none. A number in place of a name
+# is a fixed size, and `_` is an axis of any size.
+#
+# A function with such annotations is checked whenever it is called, if it is
+# decorated with `@kt.typechecked`. Throughout one call a name stands for one
+# size. The first array that has the axis decides which, and all others must
+# agree with it, the result included. `kauldron.typing`, which much code still
+# uses, is an earlier checker with most of the notation.
+#
+# The function below has one mistake on purpose, which `transpose` switches on.
+
+# %%
+kt = kd.ktyping
+
+
+@kt.typechecked
+def centered(x: kt.Float["*b n"], mean: kt.Float["*b 1"],
+             transpose: bool = False) -> kt.Float["*b n"]:
+  """Returns x minus the mean of each row. With `transpose` it has a bug."""
+  difference = x - mean
+  return difference.T if transpose else difference
+
 
 @section("Shapes are checked at run time, by named axes")
 def shape_checker():
-  """An axis name stands for one size throughout a call, results included.
+  """An axis name stands for one size throughout a call, results included."""
+  square = np.ones((5, 5))
+  column = np.ones((5, 1))  # One mean for each row.
+  row = np.ones(5)          # One mean for each column: not what is meant.
 
-  `*b` is any number of leading axes. A wrong call may run and return nonsense:
-  it broadcasts. What a generator yields is not checked, what it is given is.
-  """
-  x, rows, checked = np.ones((5, 5)), np.ones((3, 5)), kt.typechecked(centered)
-  assert [checked(y, y[..., :1]).shape for y in (x, x[0])] == [(5, 5), (5,)], x
-  assert centered(x, x[0]).shape == (5, 5), "it does not broadcast"
-  assert [y.shape for y in norms([x, x[:, :3]], [x[0]] * 2)] == [(5,), (5,)], x
-  with kt.typechecked():  # A block is a scope as well.
-    kt.check_type(rows, kt.Float["*b n"])
-    kt.dim["half"] = kt.dim["n"] // 2  # From here on an axis like the others.
-    bound = kt.dim["*b"], kt.shape("*b half"), "half: 2" in str(kt.dim), [
-        "m" in kt.dim, kt.isinstance((3, 2), kt.Shape["*b half"]),
-        kt.isinstance(2, kt.ScalarInt), kt.isinstance(x, kt.Float["*b half"])]
-  assert bound == ((3,), (3, 2), True, [False, True, True, False]), bound
-  raises(kt.NoActiveScopeError, lambda: kt.dim["n"])  # Nothing is bound here.
-  noise = Noise(x[0].astype(int), x[0], jax.random.key(SEED))
-  wrong = {word: raises(kt.KTypeCheckError, *call) for word, *call in (
-      ("argument mean", checked, x, x[0]),
-      ("return value", checked, rows, rows[:, :1], True),
-      ("'scale'", lambda: dataclasses.replace(noise, scale=x[0, :2])),
-      ("'mean'", lambda: dataclasses.replace(noise, mean=x[0] > 0)),
-      ("'key'", lambda: dataclasses.replace(noise, key=3)),
-      ("structure", lambda: [*norms([x], [x[0]] * 2)]))}
-  assert all(word in first_line(wrong[word]) for word in wrong), wrong
-  report = re.sub(" at .*|\n(?=\n)", "", str(wrong["argument mean"])).strip()
-  show("the report", report)
-  assert "> mean: Float['*b 1']" in report and "{b: 5, n: 5}" in report, report
-  return dict(wrong=" ".join(map(first_line, wrong.values())), report=report)
+  # These calls are right. In the second one `*b` stands for no axis at all.
+  agree("square - column", shape=centered(square, column).shape,
+        expected=(5, 5))
+  agree("row - number", shape=centered(row, row[:1]).shape, expected=(5,))
 
-# %% 5. A loss and a metric are states that merge
-with definitions():
-  @dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
-  class FocalLoss(kd.losses.Loss):
-    """-(1 - p)^gamma log p, in nats: arXiv:1708.02002, p of the right class."""
-    logits: kontext.Key = kontext.REQUIRED
-    labels: kontext.Key = kontext.REQUIRED
-    gamma: float = 1.0
-    @kt.typechecked
-    def get_values(self, logits: kt.Float["*b n"],
-                   labels: kt.Int["*b 1"]) -> kt.Float["*b 1"]:
-      log_probs = jax.nn.log_softmax(logits)
-      log_p = jnp.take_along_axis(log_probs, labels, axis=-1)
-      return -((1 - jnp.exp(log_p)) ** self.gamma) * log_p
-  @dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
-  class BalancedAccuracy(kd.metrics.Metric):
-    """Mean recall of the classes, in [0, 1], which no mean of batches gives."""
-    logits: kontext.Key = kontext.REQUIRED
-    labels: kontext.Key = kontext.REQUIRED
-    mask: kontext.Key | None = None
-    @flax.struct.dataclass
-    class State(kd.metrics.AutoState["BalancedAccuracy"]):
-      hits: kt.Float["n"] = kd.metrics.sum_field()
-      seen: kt.Float["n"] = kd.metrics.sum_field()
-      def compute(self):  # Runs outside `jit`, so shapes may depend on values.
-        occurs = self.seen > 0
-        return float((self.hits[occurs] / self.seen[occurs]).mean())
-    @kt.typechecked
-    def get_state(self, logits: kt.Float["*b n"], labels: kt.Int["*b 1"],
-                  mask: kt.Float["*b 1"] | None = None) -> State:
-      weights = jnp.ones(labels.shape) if mask is None else mask
-      seen = weights * jax.nn.one_hot(labels[..., 0], logits.shape[-1])
-      hit = logits.argmax(-1, keepdims=True) == labels
-      batch = tuple(range(labels.ndim - 1))
-      return self.State(hits=(hit * seen).sum(batch), seen=seen.sum(batch))
+  # This one is wrong. NumPy would broadcast and return nonsense.
+  show("square - row", (square - row).shape)
+  with raises(kt.KTypeCheckError, "argument mean") as caught:
+    centered(square, row)
 
-def focal_loss_by_hand(logits, labels, mask, xp=np):
-  """Returns the masked mean focal loss of arrays (b, n), (b, 1) and (b, 1)."""
-  probs = xp.exp(logits) / xp.exp(logits).sum(-1, keepdims=True)
+  # The report marks the argument that does not fit, and ends with the sizes
+  # that the names stood for at that moment.
+  report = str(caught.exception)
+  lines = [line for line in report.splitlines() if line]
+  show("the report", re.sub(" at .*", "", "\n".join(lines)))  # No file names.
+  assert "> mean: Float['*b 1']" in report, report
+  assert "{b: 5, n: 5}" in report, report
+
+  # Here the arguments fit, but what is returned is (5, 3), not (3, 5).
+  wide = np.ones((3, 5))
+  with raises(kt.KTypeCheckError, "return value"):
+    centered(wide, column[:3], transpose=True)
+
+# %% [markdown]
+# ## Dataclasses and trees are checked, and sizes can be read
+#
+# A dataclass can be checked too, whenever an instance is made; its fields share
+# their axes. `|` leaves a choice. A `PyTree` is any nest of lists and dicts,
+# and `$T` names how it is nested, as `n` names a size. Inside a checked call
+# `kt.dim` reads the sizes and `kt.shape` calculates with them. So they do in a
+# `with kt.typechecked():` block, in a function or a notebook's cell.
+#
+# Two caveats. `*args: kt.Float["n"]` refuses every call, in both checkers. The
+# arguments of a generator are checked when it starts, but not what it yields.
+
+# %%
+@kt.typechecked
+@dataclasses.dataclass
+class Noise:
+  """What it takes to draw n random numbers."""
+  __module__ = "kauldron_tour"  # For a notebook; not needed in a file.
+  mean: kt.Float["n"] | kt.Int["n"]
+  scale: kt.Float["n"]
+  key: kt.PRNGKey
+
+
+@kt.typechecked
+def norms(arrays: kt.PyTree[kt.Float["n _"], "$T"],
+          scales: kt.PyTree[kt.Float["n"], "$T"]) -> list:
+  """Returns the scaled norms of the rows of each array in the tree."""
+  pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(scales), strict=True)
+  return [np.linalg.norm(array, axis=-1) * scale for array, scale in pairs]
+
+
+@section("Dataclasses and trees are checked, and sizes can be read")
+def shapes_elsewhere():
+  """The same notation serves for fields, for nests and inside a call."""
+  row = np.ones(5)
+  square = np.ones((5, 5))
+  key = jax.random.key(SEED)
+
+  # A dataclass: the first is right, also with integers as its mean.
+  noise = Noise(mean=np.zeros(5, int), scale=row, key=key)
+  agree("mean", dtype=str(noise.mean.dtype), expected="int64")
+  with raises(kt.KTypeCheckError, "'scale'"):
+    Noise(mean=row, scale=row[:2], key=key)
+  with raises(kt.KTypeCheckError, "'mean'"):
+    Noise(mean=np.zeros(5, bool), scale=row, key=key)
+  with raises(kt.KTypeCheckError, "'key'"):
+    Noise(mean=row, scale=row, key=3)
+
+  # Trees: two arrays need two scales.
+  first, second = norms([square, square[:, :4]], [row, row])
+  agree("norms of the first", found=first, by_hand=np.sqrt(5) * row)
+  agree("norms of the second", found=second, by_hand=2 * row)
+  with raises(kt.KTypeCheckError, "structure"):
+    norms([square], [row, row])
+
+  # Names inside a block. A new one is calculated from another.
+  with kt.typechecked():
+    kt.check_type(np.ones((3, 8)), kt.Float["*b n"])
+    show("sizes", str(kt.dim))
+    agree("n", found=kt.dim["n"], expected=8)
+    kt.dim["half"] = kt.dim["n"] // 2
+    agree("*b half", shape=kt.shape("*b half"), expected=(3, 4))
+    assert kt.isinstance(np.ones((3, 4)), kt.Float["*b half"])
+    assert not kt.isinstance(np.ones((3, 5)), kt.Float["*b half"])
+
+  # After the block the names stand for nothing.
+  with raises(kt.NoActiveScopeError, ""):
+    kt.dim["n"]
+
+# %% [markdown]
+# ## A loss is values, a mask and a weight
+#
+# To write a loss of your own you derive from `kd.losses.Loss`, declare a
+# `kontext.Key` for each input, and return one value for each example from
+# `get_values`. The base class does the rest, and its fields say how:
+#
+# - `mask` is the key of numbers that the values are multiplied by, 0 or 1 as a
+#   rule. The sum is divided by the sum of the mask, or by the number of all
+#   values with `normalize_by="values"`. Where the mask is all 0 the loss is 0.
+# - `weight` scales the loss against other losses. It is a number, or a
+#   schedule: a function of the step, which is in the context at the key `step`.
+#
+# Two things that surprise. A reported loss includes its weight; the losses that
+# are reported add up to `losses/total`, which is what is minimised. And since
+# the mask multiplies, a NaN under a mask makes the total NaN.
+#
+# The loss below is the focal loss (arXiv:1708.02002), which plays down what the
+# model is sure of already: $-(1 - p)^\gamma \log p$, where $p$ is the
+# probability that the model gives to the right class. It must be `frozen=True`
+# since the base class is; that makes it hashable, and `jax.jit(loss)` works.
+
+# %%
+@dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
+class FocalLoss(kd.losses.Loss):
+  """Focal loss of logits against integer labels, in nats."""
+
+  logits: kontext.Key = kontext.REQUIRED
+  labels: kontext.Key = kontext.REQUIRED
+  gamma: float = 1.0
+
+  @kt.typechecked
+  def get_values(self, logits: kt.Float["*b n"],
+                 labels: kt.Int["*b 1"]) -> kt.Float["*b 1"]:
+    log_probs = jax.nn.log_softmax(logits)
+    log_p = jnp.take_along_axis(log_probs, labels, axis=-1)
+    return -((1 - jnp.exp(log_p)) ** self.gamma) * log_p
+
+
+def focal_values(logits, labels, xp=np):
+  """Returns the focal losses, gamma = 1, of (b, n) and (b, 1) as (b, 1)."""
+  probs = xp.exp(logits) / xp.exp(logits).sum(axis=-1, keepdims=True)
   p = xp.take_along_axis(probs, labels, -1)
-  return (mask * -(1 - p) * xp.log(p)).sum() / mask.sum()
+  return -(1 - p) * xp.log(p)
 
-def recall_by_hand(logits, labels, mask):
-  """Returns the mean recall over the classes, from the same arrays."""
-  kept = mask[:, 0] > 0
-  right, label = logits[kept].argmax(-1) == labels[kept, 0], labels[kept, 0]
-  return np.mean([right[label == x].mean() for x in np.unique(label)])
 
-@section("A loss and a metric are states that merge")
-def loss_and_metric():
-  """Both turn arrays into a state, and merged states are the state of all.
-
-  A loss gives values, to be masked, averaged and weighted; a metric its state.
-  A state computes an array or a float: a NumPy scalar fails at a checkpoint.
-  """
+def random_predictions(num_examples=30):
+  """Returns random logits (n, 3), labels (n, 1), and a mask (n, 1) of 0, 1."""
   rng = np.random.default_rng(SEED)
-  logits = rng.normal(size=(30, 3)).astype(np.float32)
-  labels = rng.integers(3, size=(30, 1)).astype(np.int32)
-  some = rng.integers(2, size=(30, 1)).astype(np.float32) / 64  # Weights.
-  def context(rows):
-    batch = {"label": labels[rows], "mask": some[rows]}
-    return {"step": 3, "preds": logits[rows], "batch": batch}
-  keys = dict(logits="preds", labels="batch.label")
-  loss = FocalLoss(**keys, weight=optax.linear_schedule(0, 2, 6))  # 1 at 3.
-  for part, by_hand in ((loss, focal_loss_by_hand),
-                        (BalancedAccuracy(**keys), recall_by_hand)):
-    masked = dataclasses.replace(part, mask="batch.mask")
-    whole, first, rest = (jax.jit(masked.get_state_from_context)(context(x))
-                          for x in (slice(30), slice(10), slice(10, 30)))
-    every = jax.jit(part.get_state_from_context)(context(slice(30)))
-    values = [x.finalize().compute() for x in (every, whole, first.merge(rest))]
-    show(f"{type(part).__name__} of all, of some", [*map(float, values[:2])])
-    expected = [by_hand(logits, labels, x) for x in (some**0, some, some)]
-    assert np.allclose(values, expected), (values, expected)
-    mean = (first.finalize().compute() + rest.finalize().compute()) / 2
-    assert not np.isclose(values[1], mean), "a mean of batch values would do"
-  error = raises(kt.KTypeCheckError, loss.get_values, logits, labels[:, 0])
-  assert "labels" in first_line(error) and "(30,)" in first_line(error), error
-  return dict(refused=first_line(error))
+  logits = rng.normal(size=(num_examples, 3)).astype(np.float32)
+  labels = rng.integers(3, size=(num_examples, 1))
+  mask = rng.integers(2, size=(num_examples, 1)).astype(np.float32)
+  return logits, labels, mask
 
-# %% Part II: a real Trainer
-def import_quietly(module):
-  """Imports a module, keeping from stderr what TensorFlow says on the way."""
-  importlib.import_module("absl.logging")  # It keeps the stderr that it finds.
+
+@section("A loss is values, a mask and a weight")
+def custom_loss():
+  """`get_values` is yours; mask, mean and weight come with the base class."""
+  logits, labels, mask = random_predictions()
+  context = {"preds": logits, "batch": {"label": labels, "mask": mask},
+             "step": 4}
+  values = focal_values(logits, labels)
+
+  loss = FocalLoss(logits="preds", labels="batch.label")
+  agree("loss", kauldron=loss(context=context), by_hand=values.mean())
+
+  # With a mask: the mean of what it leaves, or a share of all.
+  masked = dataclasses.replace(loss, mask="batch.mask")
+  agree("masked", kauldron=masked(context=context),
+        by_hand=values[mask == 1].mean())
+  shared = dataclasses.replace(masked, normalize_by="values")
+  agree("masked, by values", kauldron=shared(context=context),
+        by_hand=(values * mask).mean())
+
+  # A mask need not be 0 or 1, nor sum to 1.
+  faint = context | {"batch": {"label": labels, "mask": mask / 64}}
+  agree("faint mask", kauldron=masked(context=faint),
+        by_hand=values[mask == 1].mean())
+
+  # With a weight that grows by 0.5 a step: 2 at step 4.
+  growing = optax.linear_schedule(0.0, 5.0, transition_steps=10)
+  weighted = dataclasses.replace(loss, weight=growing)
+  agree("weighted, step 4", kauldron=weighted(context=context),
+        by_hand=2 * values.mean())
+
+  # NaN under a mask. What must not count has to be replaced, not masked.
+  logits_with_nan = np.where(mask == 1, logits, np.nan)
+  total = masked(context=context | {"preds": logits_with_nan})
+  show("NaN under a mask", str(total))
+  assert np.isnan(total), total
+
+  # A label of the wrong shape is refused, instead of being broadcast.
+  with raises(kt.KTypeCheckError, "argument labels"):
+    loss.get_values(logits=logits, labels=labels[:, 0])
+
+# %% [markdown]
+# ## A metric is a state that merges
+#
+# Some scores are no mean over batches. The mean recall of all classes is one:
+# each class counts alike, however seldom it occurs, so the batches' values
+# cannot simply be averaged. Kauldron's metrics therefore return a *state* for
+# each batch. States can be merged, and only the last one is computed.
+#
+# You derive from `kd.metrics.Metric` and write `get_state`, which runs inside
+# the jitted step. The class of its states stands inside, and derives from
+# `AutoState`; each field says how it is merged: `sum_field` adds,
+# `concat_field` collects, `truncate_field` collects the first few. `compute`
+# runs outside `jit`, after `finalize`, which turns collected fields into NumPy
+# arrays, so its shapes may depend on values. It should return an array or a
+# Python float: up to Kauldron 1.4.4 a NumPy float32 makes saving a checkpoint
+# fail when metrics are saved with it.
+
+# %%
+@dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
+class MeanRecall(kd.metrics.Metric):
+  """The recall of each class that occurs, averaged over the classes."""
+
+  logits: kontext.Key = kontext.REQUIRED
+  labels: kontext.Key = kontext.REQUIRED
+  mask: kontext.Key | None = None
+
+  @flax.struct.dataclass
+  class State(kd.metrics.AutoState["MeanRecall"]):
+    """How many examples of each of the n classes were seen, and were hit."""
+
+    hits: kt.Float["n"] = kd.metrics.sum_field()
+    seen: kt.Float["n"] = kd.metrics.sum_field()
+
+    def compute(self):
+      occurs = self.seen > 0
+      recalls = self.hits[occurs] / self.seen[occurs]
+      return float(recalls.mean())
+
+  @kt.typechecked
+  def get_state(self, logits: kt.Float["*b n"], labels: kt.Int["*b 1"],
+                mask: kt.Float["*b 1"] | None = None) -> State:
+    if mask is None:
+      mask = jnp.ones(labels.shape)
+    num_classes = logits.shape[-1]
+    one_hot = jax.nn.one_hot(labels[..., 0], num_classes)
+    hit = jnp.argmax(logits, axis=-1, keepdims=True) == labels
+    batch_axes = tuple(range(labels.ndim - 1))
+    return self.State(hits=(mask * hit * one_hot).sum(batch_axes),
+                      seen=(mask * one_hot).sum(batch_axes))
+
+
+def recall_by_hand(logits, labels):
+  """Returns the mean recall over the classes; logits (b, n), labels (b, 1)."""
+  labels = labels[:, 0]
+  right = logits.argmax(axis=-1) == labels
+  return np.mean([right[labels == label].mean() for label in np.unique(labels)])
+
+
+@section("A metric is a state that merges")
+def custom_metric():
+  """Merged states are the state of all, which no mean of values would be."""
+  logits, labels, mask = random_predictions()
+  metric = MeanRecall(logits="preds", labels="batch.label")
+
+  def state_of(rows, metric=metric):
+    context = {"preds": logits[rows],
+               "batch": {"label": labels[rows], "mask": mask[rows]}}
+    return jax.jit(metric.get_state_from_context)(context)
+
+  first = state_of(slice(0, 10))
+  rest = state_of(slice(10, 30))
+  show("first.seen", first.seen.tolist())
+  show("rest.seen", rest.seen.tolist())
+
+  merged = first.merge(rest)
+  show("merged.seen", merged.seen.tolist())
+  value = merged.finalize().compute()
+  agree("mean recall", merged=value, by_hand=recall_by_hand(logits, labels))
+
+  # The mean of the two batches' values is something else.
+  mean = (first.finalize().compute() + rest.finalize().compute()) / 2
+  show("mean of the batches' values", mean)
+  assert abs(mean - value) > 1e-3, (mean, value)
+
+  # A metric has as much of a mask as its author gives it. This one has one.
+  masked = dataclasses.replace(metric, mask="batch.mask")
+  kept = mask[:, 0] == 1
+  agree("masked", kauldron=state_of(slice(0, 30), masked).finalize().compute(),
+        by_hand=recall_by_hand(logits[kept], labels[kept]))
+
+# %% [markdown]
+# # Part II: a real Trainer
+#
+# From here on `kd.train` is used, which imports TensorFlow (its event files are
+# TensorBoard's). That takes 5 to 15 seconds, once.
+
+# %%
+@contextlib.contextmanager
+def quiet_stderr():
+  """Keeps off the screen what TensorFlow's C++ parts say when they load."""
   stderr = os.dup(2)
-  gc.disable()  # So much is loaded that it would run all the time.
-  unseen = unittest.mock.patch.object(logging.root, "handlers", [])
-  with open(os.devnull, "w") as null, unseen, contextlib.redirect_stderr(null):
-    os.dup2(null.fileno(), 2)  # For what does not go through `sys.stderr`.
-    try:
-      importlib.import_module(module)
-      if "tensorflow" in sys.modules:  # It looks for a GPU later, and says so.
-        sys.modules["tensorflow"].config.list_physical_devices()
-    finally:
-      os.dup2(stderr, 2)
-      os.close(stderr)
-      gc.freeze()  # Half a second less each time: modules are no garbage.
-      gc.enable()
+  with open(os.devnull, "w") as nowhere:
+    os.dup2(nowhere.fileno(), 2)
+  try:
+    yield
+  finally:
+    os.dup2(stderr, 2)
+    os.close(stderr)
 
-if RUNS and not {*OPTIONS.sections} <= {*SECTIONS[:6]}:
+
+if RUNNING:
   print("\nImporting TensorFlow: 5 to 15 seconds, once ...", flush=True)
-  with definitions():
-    import_quietly("kauldron.train")
-  if not jax.config.jax_compilation_cache_dir:  # The runs share programs.
-    jax.config.update("jax_compilation_cache_dir", temporary_dir())
+# The gc lines only make the tour faster. In a project `from kauldron import kd`
+# is all it takes.
+gc.disable()  # So much is loaded that it would run all the time.
+with quiet_stderr():
+  import kauldron.train  # noqa: F401
+gc.freeze()  # Modules are no garbage; at the end this saves two seconds.
+gc.enable()
 
-def run_dir(name):
-  """Returns the path of a new work directory, which starts with the name."""
-  return tempfile.mkdtemp("", f"{name}_", OPTIONS.workdir or temporary_dir())
+# %% [markdown]
+# ## The task: which way do the stripes run?
+#
+# All that follows trains on pictures of 8 x 8 pixels with stripes in one of
+# four directions and some noise. A *loader* is a function that returns all
+# examples, as a dict of arrays; what it calls `image` is `batch.image` to a key
+# path.
 
-# %% The task of Part II: which way do the stripes run?
-@functools.cache
+# %%
+NUM_CLASSES = 4
+WIDTH = 32
+
+
 def stripes(num_images, seed):
   """Returns image, float32 (n, 8, 8, 1) in [-1, 1], and label, int32 (n, 1)."""
   rng = np.random.default_rng(seed)
-  label = rng.integers(NUM_CLASSES, size=(num_images, 1))  # Times 45 degrees.
-  angle, phase = label * np.pi / 4, rng.uniform(0, 2 * np.pi, label.shape)
-  y, x = np.mgrid[:8, :8].reshape(2, 1, -1)
+  label = rng.integers(NUM_CLASSES, size=(num_images, 1))
+  angle = label * np.pi / NUM_CLASSES
+  phase = rng.uniform(0, 2 * np.pi, size=label.shape)
+
+  y, x = np.indices((8, 8)).reshape(2, 1, 64)
   wave = np.cos(np.pi / 2 * (np.cos(angle) * x + np.sin(angle) * y) + phase)
-  image = 0.5 * wave + rng.normal(scale=0.2, size=wave.shape)
-  image = image.clip(-1, 1).reshape(num_images, 8, 8, 1)
+  noise = rng.normal(scale=0.2, size=wave.shape)
+  image = np.clip(0.5 * wave + noise, -1, 1).reshape(num_images, 8, 8, 1)
   return {"image": image.astype(np.float32), "label": label.astype(np.int32)}
 
-train_images = functools.partial(stripes, 1024, seed=SEED)
-held_out_images = functools.partial(stripes, 240, seed=SEED + 1)
 
+def train_images():
+  """Returns the examples for training."""
+  return stripes(1024, seed=SEED)
+
+
+def held_out_images():
+  """Returns the examples for evaluation."""
+  return stripes(240, seed=SEED + 1)
+
+# %% [markdown]
+# The model is a flax module like any other. The one thing that is Kauldron's is
+# the field `image`: a key, like those of a loss, which says where in the
+# context the argument `image` of `__call__` comes from. What `__call__` returns
+# is what keys find at `preds`.
+
+# %%
 class MLP(nn.Module):
-  """Two dense layers; `image` is a key path, like those of a loss."""
+  """Two dense layers without biases, which makes them easy to redo by hand."""
+
   image: kontext.Key = kontext.REQUIRED
   width: int = WIDTH
+
   @nn.compact
   def __call__(self, image):
-    dense = functools.partial(nn.Dense, use_bias=False)
-    x = dense(self.width, name="encoder")(image.reshape(len(image), -1))
-    return {"logits": dense(NUM_CLASSES, name="head")(nn.relu(x))}
+    x = image.reshape(image.shape[0], -1)
+    x = nn.Dense(self.width, use_bias=False, name="encoder")(x)
+    x = nn.relu(x)
+    x = nn.Dense(NUM_CLASSES, use_bias=False, name="head")(x)
+    return {"logits": x}
+
+# %% [markdown]
+# ## A Trainer joins model, data, losses and optimizer
+#
+# Here is the whole experiment. `get_config` is what a config file defines, and
+# every later section starts from it. Our own classes are named through
+# `lazy_tour`, a stand-in for this very file.
+#
+# Some of it needs a word:
+#
+# - `workdir`, where a run writes, is still to be set; a config without it does
+#   not resolve. Give an absolute path: with a relative one the whole run is
+#   trained, no checkpoint is written, and it ends with an error ("should be
+#   absolute").
+# - `num_train_steps=100` takes steps 0 to 100, so it takes 101 of them.
+# - Losses and metrics are logged every `log_metrics_every` steps, summaries
+#   (images, histograms) every `log_summaries_every`. The step is compiled once
+#   for each combination, so equal numbers save time.
+# - A checkpoint labelled 90 holds the state *before* step 90. The last three
+#   are kept.
+# - By default the profiler traces three seconds from step 10 on. A run that
+#   ends before leaves it running, and the next one logs an error. `None`
+#   switches it off.
+
+# %%
+with konfig.imports():
+  import kauldron_tour as lazy_tour
+
+BATCH_SIZE = 48
+LEARNING_RATE = 0.01
+
 
 def get_config():
   """Returns the config that the rest of the tour starts from."""
-  devices, examples = jax.device_count(), len(train_images()["label"])
-  assert BATCH_SIZE % devices == 0 and BATCH_SIZE <= examples, (
-      f"{BATCH_SIZE=} must be a multiple of {devices=}, at most {examples=}")
-  cfg = lazy_kd.train.Trainer(seed=SEED, workdir="unused")
+  cfg = lazy_kd.train.Trainer()
+  cfg.seed = SEED
+
+  # Data and model.
   cfg.train_ds = lazy_kd.data.InMemoryPipeline(
-      loader=lazy_tour.train_images, batch_size=BATCH_SIZE, shuffle=True)
+      loader=lazy_tour.train_images,
+      batch_size=BATCH_SIZE,
+      shuffle=True)
   cfg.model = lazy_tour.MLP(image="batch.image", width=WIDTH)
-  keys = dict(logits="preds.logits", labels="batch.label")
-  cfg.train_losses = {"focal": lazy_tour.FocalLoss(**keys, gamma=1.0)}
-  cfg.train_metrics = {"accuracy": lazy_tour.BalancedAccuracy(**keys)}
-  cfg.optimizer = lazy_optax.adam(learning_rate=LEARNING_RATE)
-  cfg.num_train_steps, cfg.log_metrics_every = NUM_STEPS, LOG_EVERY
-  cfg.log_summaries_every = cfg.ref.log_metrics_every  # One program less.
-  cfg.checkpointer = lazy_kd.ckpts.Checkpointer(save_interval_steps=SAVE_EVERY)
-  cfg.profiler = None  # By default every run is traced.
+
+  # What is minimised, and what is looked at.
+  cfg.train_losses = {
+      "focal": lazy_tour.FocalLoss(
+          logits="preds.logits", labels="batch.label", gamma=1.0)}
+  cfg.train_metrics = {
+      "recall": lazy_tour.MeanRecall(
+          logits="preds.logits", labels="batch.label")}
+
+  # How.
+  cfg.num_train_steps = 100
+  cfg.schedules = {
+      "learning_rate": lazy_optax.cosine_decay_schedule(
+          init_value=LEARNING_RATE,
+          decay_steps=cfg.ref.num_train_steps)}
+  cfg.optimizer = lazy_optax.adam(
+      learning_rate=cfg.ref.schedules["learning_rate"])
+
+  # What is kept of it.
+  cfg.log_metrics_every = 10
+  cfg.log_summaries_every = cfg.ref.log_metrics_every
+  cfg.checkpointer = lazy_kd.ckpts.Checkpointer(save_interval_steps=30)
+  cfg.profiler = None
   return cfg
 
-def mlp_by_hand(params, image):
-  """Returns what encoder (num_images, width) and head of an MLP put out."""
-  encoder, head = (np.array(params[x]["kernel"]) for x in ("encoder", "head"))
-  encoded = image.reshape(len(image), -1) @ encoder
-  return encoded, np.maximum(encoded, 0) @ head
+# %% [markdown]
+# A run writes numbers into event files, for TensorBoard. This reads them back;
+# section `event_files` says more about them.
 
-def scores_by_hand(params, data=None):
-  """Returns tag -> loss or metric of these or of held-out images, by NumPy."""
-  data = data or held_out_images()
-  encoded, logits = mlp_by_hand(params, data["image"])
-  assert np.isfinite(logits).all(), "training has diverged: it predicts NaN"
-  arrays = logits, data["label"], np.ones((len(logits), 1))
-  return {"losses/total": float(focal_loss_by_hand(*arrays)),
-          "metrics/accuracy": float(recall_by_hand(*arrays)),
-          "metrics/norm": np.linalg.norm(encoded, axis=-1).mean(),
-          "metrics/spread": encoded.std()}
-
-# %% 6. A Trainer joins model, data, losses and optimizer
-@functools.cache
-def train_once(make_config):
-  """Trains what `make_config` returns; returns that config, state and aux."""
-  cfg = make_config()
-  cfg.workdir = run_dir(make_config.__name__)  # Absolute, or it fails late.
-  return cfg, *konfig.resolve(cfg).train()
-
-def restored(cfg, step=-1):
-  """Returns the state that a run saved at a step, by default at its last."""
-  trainer = konfig.resolve(cfg)  # A trainer that has trained cannot restore.
-  return trainer.checkpointer.restore(trainer.init_state(), step=step)
-
-@section("A Trainer joins model, data, losses and optimizer")
-def real_trainer():
-  """A resolved config trains, and takes one step more than it says.
-
-  `num_train_steps=N` runs steps 0 to N, the returned state has taken N + 1. A
-  checkpoint labelled K holds the state before step K; three are kept, and steps
-  after the newest are in none. `workdir` has no default and must be absolute.
-  `aux` is of the last step, and empty unless `log_metrics_every` divides N.
-  """
-  cfg, state, _ = train_once(get_config)
-  trainer = konfig.resolve(cfg)
-  steps = int(state.step), int(state.opt_state[0].count)
-  saved = list(trainer.checkpointer.all_steps)
-  show("steps taken by state and optimizer; with a checkpoint", (steps, saved))
-  assert steps == (NUM_STEPS + 1, NUM_STEPS + 1), steps
-  assert saved == [SAVE_EVERY, 2 * SAVE_EVERY, 3 * SAVE_EVERY], saved
-  (before, *_), (loss, accuracy, *_) = (
-      scores_by_hand(x.params).values() for x in (trainer.init_state(), state))
-  show("held-out data", f"{loss=:.3f} (was {before:.3f}) {accuracy=:.3f}")
-  raises(TypeError, konfig.resolve, get_config() | {"workdir": None})
-  assert loss < before / 10, (before, loss)
-  assert accuracy > 0.95, accuracy
-  return dict(loss=loss, accuracy=accuracy, config=get_config().to_json())
-
-# %% 7. The training loop is one you could write yourself
-def distance(tree, other):
-  """Returns the largest absolute difference between two trees' leaves."""
-  far = jax.tree.map(lambda x, y: np.abs(np.subtract(x, y)).max(), tree, other)
-  return float(max(jax.tree.leaves(far)))
-
-def loop(trainer, state, batches, **wanted):
-  """Returns the state after a step on each batch, and the aux of each step."""
-  auxs = []  # A state that is passed is used up: its buffers hold the next one.
-  for batch in batches:
-    batch = kd.sharding.device_put(batch, trainer.sharding.batch)
-    state, aux = trainer.trainstep.step(state, batch, **wanted)
-    auxs.append(aux)
-  return state, auxs
-
-@functools.partial(jax.jit, static_argnums=0)
-def plain_step(optimizer, params, opt_state, batch):
-  """Returns new params, optimizer state and the loss, without any Kauldron."""
-  def loss_fn(params):
-    logits = MLP().apply({"params": params}, batch["image"])["logits"]
-    mask = jnp.ones((len(logits), 1))
-    return focal_loss_by_hand(logits, batch["label"], mask, jnp)
-  loss, grads = jax.value_and_grad(loss_fn)(params)
-  updates, opt_state = optimizer.update(grads, opt_state, params)
-  return optax.apply_updates(params, updates), opt_state, loss
-
-@section("The training loop is one you could write yourself")
-def readable_loop():
-  """`train()`, a loop over `trainstep.step` and plain JAX end up the same.
-
-  The first two run the same program and agree bit for bit. The third shares
-  only the batches and the first parameters, and agrees to rounding.
-  """
-  cfg, trained, aux = train_once(get_config)
-  trainer = konfig.resolve(cfg)
-  batches = list(itertools.islice(trainer.train_ds, NUM_STEPS + 1))
-  state = trainer.init_state()
-  params = jax.device_get(state.params)
-  by_steps, _ = loop(trainer, state, batches)
-  optimizer = optax.adam(LEARNING_RATE)
-  opt_state = optimizer.init(params)
-  for batch in batches:
-    before = params
-    params, opt_state, loss = plain_step(optimizer, params, opt_state, batch)
-  to_plain, step = distance(trained.params, params), distance(before, params)
-  show("distance to plain JAX", f"{to_plain:.1e} (its last step: {step:.1e})")
-  assert distance(trained, by_steps) == 0, distance(trained, by_steps)
-  assert to_plain < 1e-4 < step, (to_plain, step)
-  losses = aux.compute().loss_values["losses/total"], loss
-  assert np.isclose(*losses, rtol=1e-4), losses
-  return dict(distance_to_step=distance(trained, by_steps), loss=float(loss))
-
-# %% 8. An inner layer is watched through a key path
-def stepped(cfg, num_steps, state=None, **wanted):
-  """Returns state and auxs after so many training steps, taken one by one."""
-  trainer = konfig.resolve(cfg)
-  batches = itertools.islice(trainer.train_ds, num_steps)
-  return loop(trainer, state or trainer.init_state(), batches, **wanted)
-
-@functools.cache
-def first_steps():
-  """Returns params before steps 0 to LOG_EVERY of a base run; last batch."""
-  trainer, params = konfig.resolve(get_config()), []
-  state = trainer.init_state()
-  for batch in itertools.islice(trainer.train_ds, LOG_EVERY + 1):
-    params.append(jax.device_get(state.params))
-    state, _ = loop(trainer, state, [batch])
-  return params, batch
-
-def watched_config():
-  """Returns a config with metrics and summaries of what is inside the step."""
-  layer, norm = "interms.encoder.__call__[0]", lazy_kd.metrics.Norm
-  cfg = get_config()
-  cfg.checkpointer = lazy_kd.ckpts.NoopCheckpointer()
-  cfg.num_train_steps, cfg.log_summaries_every = LOG_EVERY, 1
-  cfg.train_metrics.update(
-      norm=norm(tensor=layer), spread=lazy_kd.metrics.Std(values=layer),
-      kernels=lazy_kd.metrics.TreeMap(metric=norm(tensor="params.**.kernel")),
-      grads=lazy_kd.metrics.SkipIfMissing(norm(tensor="grads.head.kernel")))
-  cfg.train_summaries = {
-      "layer": lazy_kd.summaries.HistogramSummary(tensor=layer),
-      "images": lazy_kd.summaries.ShowImages(
-          images="batch.image", in_vrange=(-2, 2), cmap="gray", num_images=60)}
-  cfg.optimizer = lazy_kd.optim.named_chain(  # An average for section 11.
-      adam=cfg.optimizer, ema=lazy_kd.optim.ema_params(decay=.5, debias=False))
-  return cfg
-
+# %%
 def read_events(workdir, tag, collection="train"):
   """Returns the steps and the values that a run wrote under a tag."""
   from tensorboard.backend.event_processing import event_accumulator
   from tensorboard.util import tensor_util
-  events = event_accumulator.EventAccumulator(  # 0: keep all, not ten.
-      os.path.join(workdir, collection), size_guidance={"tensors": 0})
-  tensors = events.Reload().Tensors(tag)
-  values = [tensor_util.make_ndarray(t.tensor_proto).tolist() for t in tensors]
-  return [t.step for t in tensors], values
+  keep_all = {"tensors": 0}  # If not told to, it keeps ten.
+  events = event_accumulator.EventAccumulator(
+      os.path.join(workdir, collection), size_guidance=keep_all)
+  events.Reload()
+  steps = []
+  values = []
+  for event in events.Tensors(tag):
+    steps.append(event.step)
+    values.append(tensor_util.make_ndarray(event.tensor_proto).tolist())
+  return steps, values
 
+# %% [markdown]
+# Now it is trained. `trainer.train()` returns the last state (step, parameters,
+# optimizer state, other collections of the model) and the *auxiliaries*: the
+# states of losses, metrics and summaries at the last step. They are there only
+# if that step was one to log, as here; `aux.compute()` makes values of them.
+
+# %%
+@section("A Trainer joins model, data, losses and optimizer")
+def real_trainer():
+  """A config resolves to a Trainer, which trains."""
+  cfg = get_config()
+  cfg.workdir = new_workdir("real_trainer")
+  del cfg.xm_job  # What Google's own launcher wants to know.
+  show("cfg", cfg)
+
+  trainer = konfig.resolve(cfg)
+  untrained = jax.device_get(trainer.init_state())
+  state, aux = trainer.train()
+
+  # What it learnt.
+  steps, losses = read_events(cfg.workdir, "losses/total")
+  draw("real_trainer", {"loss": (steps, losses)},
+       xlabel="step", ylabel="training loss (nats)")
+  agree("last loss", logged=losses[-1],
+        in_aux=aux.compute().loss_values["losses/total"])
+
+  # The trained model is an ordinary flax module and its parameters. On images
+  # that it has not seen:
+  held_out = held_out_images()
+
+  apply = jax.jit(trainer.model.apply)
+
+  def held_out_recall(params):
+    preds = apply({"params": params}, held_out["image"])
+    return recall_by_hand(np.asarray(preds["logits"]), held_out["label"])
+  before = held_out_recall(untrained.params)
+  after = held_out_recall(state.params)
+  show("held-out recall, untrained", before)
+  show("held-out recall, trained", after)
+  assert before < 0.5, before  # One in four is what guessing gives.
+  assert after > 0.95, after
+
+  # One step more than it says, and a schedule that is logged.
+  agree("steps taken", found=int(state.step), expected=cfg.num_train_steps + 1)
+  rate_steps, rates = read_events(cfg.workdir, "schedules/learning_rate")
+  schedule = optax.cosine_decay_schedule(LEARNING_RATE, 100)
+  agree("learning rate at step 70", logged=rates[rate_steps.index(70)],
+        by_hand=schedule(70))
+
+  # What is in the work directory.
+  files = sorted(os.listdir(cfg.workdir))
+  checkpoints = sorted(os.listdir(os.path.join(cfg.workdir, "checkpoints")))
+  show("work directory", " ".join(files))
+  show("checkpoints", " ".join(checkpoints))
+  agree("config.json", found="config.json" in files, expected=True)
+  agree("steps with a checkpoint", found=tuple(trainer.checkpointer.all_steps),
+        expected=(30, 60, 90))
+
+# %% [markdown]
+# Steps 90 to 100 are in no checkpoint. With `num_train_steps` a multiple of
+# `save_interval_steps` only the very last step is lost.
+#
+# ## A Trainer needs no config
+#
+# `konfig` is a convenience: what a config resolves to can be written directly,
+# with the same names. Such a Trainer cannot be changed on the command line or
+# rebuilt from its work directory: it writes no `config.json`.
+#
+# From here on most runs are short. `stop_after_steps=20` ends a run before step
+# 20 and leaves `num_train_steps` alone, on which the schedule depends.
+
+# %%
+FEW_STEPS = 20  # How long the runs are in which little has to be learnt.
+
+
+def distance(tree, other):
+  """Returns the largest absolute difference between two trees' leaves."""
+  far = jax.tree.map(lambda x, y: np.abs(x - y).max(), tree, other)
+  return float(max(jax.tree.leaves(far)))
+
+
+@section("A Trainer needs no config")
+def plain_trainer():
+  """Built from real objects it trains as the same config does."""
+  schedule = optax.cosine_decay_schedule(LEARNING_RATE, 100)
+  trainer = kd.train.Trainer(
+      seed=SEED,
+      workdir=new_workdir("plain_trainer"),
+      train_ds=kd.data.InMemoryPipeline(
+          loader=train_images, batch_size=BATCH_SIZE, shuffle=True),
+      model=MLP(image="batch.image"),
+      train_losses={
+          "focal": FocalLoss(logits="preds.logits", labels="batch.label")},
+      train_metrics={
+          "recall": MeanRecall(logits="preds.logits", labels="batch.label")},
+      optimizer=optax.adam(schedule),
+      num_train_steps=100,
+      stop_after_steps=FEW_STEPS,
+      log_metrics_every=10,
+      log_summaries_every=10,
+      profiler=None)
+  state, _ = trainer.train()
+  files = sorted(os.listdir(trainer.workdir))
+  show("work directory", " ".join(files))
+  agree("config.json", found="config.json" in files, expected=False)
+
+  cfg = get_config()
+  cfg.workdir = new_workdir("from_config")
+  cfg.stop_after_steps = FEW_STEPS
+  from_config, _ = konfig.resolve(cfg).train()
+  agree("distance of the parameters", rtol=0,
+        found=distance(state.params, from_config.params), expected=0.0)
+
+# %% [markdown]
+# ## The training loop is one you could write yourself
+#
+# `train()` is a loop over `trainer.trainstep.step`, which takes a state and a
+# batch and returns the next state. Around it `train()` evaluates, saves and
+# logs. You may write the loop yourself, for instance in a notebook to look at
+# one step. A state that you pass is used up: its memory holds the next one.
+#
+# And the step is what you would write in plain JAX. The third version below
+# takes from Kauldron the batches and the first parameters, and shares the
+# model. All three must end with the same parameters. (The third to rounding: it
+# calculates the loss by another formula.)
+
+# %%
+@section("The training loop is one you could write yourself")
+def readable_loop():
+  """`train()`, a loop over `step` and plain JAX end with equal parameters."""
+  cfg = get_config()
+  cfg.workdir = new_workdir("readable_loop")
+  cfg.stop_after_steps = FEW_STEPS
+  trained, _ = konfig.resolve(cfg).train()
+
+  # The loop.
+  trainer = konfig.resolve(cfg)
+  batches = trainer.train_ds.take(FEW_STEPS)
+  state = trainer.init_state()
+  first_params = jax.device_get(state.params)
+  for batch in batches.device_put(trainer.sharding.batch):
+    state, _ = trainer.trainstep.step(state, batch)
+
+  # Plain JAX.
+  model = MLP()
+  optimizer = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, 100))
+
+  def loss_fn(params, batch):
+    logits = model.apply({"params": params}, batch["image"])["logits"]
+    return focal_values(logits, batch["label"], jnp).mean()
+
+  @jax.jit
+  def plain_step(params, opt_state, batch):
+    grads = jax.grad(loss_fn)(params, batch)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  params = first_params
+  opt_state = optimizer.init(params)
+  for batch in batches:
+    params, opt_state = plain_step(params, opt_state, batch)
+
+  show("distance that training went", distance(first_params, trained.params))
+  agree("train() - loop", rtol=0, distance=distance(
+      trained.params, state.params), expected=0.0)
+  to_plain = distance(trained.params, params)
+  print(f"  train() - plain JAX: distance {to_plain:.0e}")
+  assert to_plain < 1e-6, to_plain
+
+# %% [markdown]
+# ## An inner layer is watched without touching the model
+#
+# Which paths may a key name? `trainer.context_specs` is the context of a
+# training step with shapes in place of arrays. It is found by tracing, without
+# training anything. That makes it the quickest way to see whether the keys of
+# model, losses and metrics are right: if one is not, this raises the KeyError
+# that `train()` would. (Those of evaluators are looked up when they run.) Some
+# of what it holds:
+#
+# - `batch`, `step`, `params`, `preds`: as you would think.
+# - `interms`: what each layer returned. `interms.encoder.__call__[0]` is the
+#   output of the first call of the layer `encoder`.
+# - `grads`, `updates`: the gradients, and what the optimizer made of them.
+#   Evaluation has neither; `kd.metrics.SkipIfMissing` leaves a metric out where
+#   its key is missing.
+#
+# So a metric or a summary whose key is such a path sees the inside of a model
+# whose code does not know. `TreeMap` makes one value of each array in a tree,
+# and `**` in its key picks some of them; `TreeReduce` makes one value of all.
+# With the arguments below that is the norm of the whole gradient, which many
+# projects log.
+
+# %%
 @section("An inner layer is watched without touching the model")
 def inner_layer():
-  """What a layer returns is in the context, at `interms.<layer>.__call__[0]`.
+  """A key names what a layer returns: `interms.<layer>.__call__[0]`."""
+  layer = "interms.encoder.__call__[0]"
+  cfg = get_config()
+  cfg.workdir = new_workdir("inner_layer")
+  cfg.stop_after_steps = FEW_STEPS
+  cfg.log_metrics_every = 1
+  cfg.train_metrics = {
+      "norm": lazy_kd.metrics.Norm(tensor=layer),
+      "spread": lazy_kd.metrics.Std(values=layer),
+      "kernels": lazy_kd.metrics.TreeMap(
+          metric=lazy_kd.metrics.Norm(tensor="params.**.kernel")),
+      "gradient": lazy_kd.metrics.SkipIfMissing(
+          lazy_kd.metrics.TreeReduce(metric=lazy_kd.metrics.Norm(
+              tensor="grads", axis=None, aggregation_type="concat"))),
+  }
+  cfg.train_summaries = {
+      "layer": lazy_kd.summaries.HistogramSummary(tensor=layer, num_buckets=30)}
 
-  A step's metrics and summaries see its parameters before their update.
-  """
-  (cfg, *_, aux), (params, batch) = train_once(watched_config), first_steps()
-  expected = scores_by_hand(params[-1], batch)
-  encoded, logits = mlp_by_hand(params[-1], batch["image"])
-  grads = jax.jit(jax.grad(focal_loss_by_hand), static_argnums=3)(
-      logits, batch["label"], np.ones((len(logits), 1)), jnp)
-  arrays = {"grads": np.maximum(encoded, 0).T @ grads} | {
-      f"kernels/{x}/kernel": params[-1][x]["kernel"] for x in params[-1]}
-  for tag, array in arrays.items():
-    expected[f"metrics/{tag}"] = np.linalg.norm(array, axis=-1).mean()
-  found = {tag: read_events(cfg.workdir, tag) for tag in expected}
-  steps, buckets = map(np.array, read_events(cfg.workdir, "summaries/layer"))
-  draw("inner_layer", {"largest": (steps, buckets[:, -1, 1])},
+  trainer = konfig.resolve(cfg)
+  paths = kontext.flatten_with_path(trainer.context_specs)
+  print("  some of the paths that a key may name:")
+  for path in ("batch.image", "step", "params.encoder.kernel", layer,
+               "preds.logits", "grads.head.kernel"):
+    show(path, f"{paths[path].dtype}{list(paths[path].shape)}")
+  trainer.train()
+
+  # By hand: the first step, with the parameters before their update.
+  params = jax.device_get(trainer.init_state().params)
+  batch = next(iter(trainer.train_ds))
+  encoded = batch["image"].reshape(BATCH_SIZE, 64) @ params["encoder"]["kernel"]
+
+  def loss_fn(params):
+    logits = MLP().apply({"params": params}, batch["image"])["logits"]
+    return focal_values(logits, batch["label"], jnp).mean()
+  grads = jax.device_get(jax.jit(jax.grad(loss_fn))(params))
+
+  def mean_norm(rows):
+    """Returns what `kd.metrics.Norm` is by default: the mean norm of rows."""
+    return np.linalg.norm(rows, axis=-1).mean()
+
+  by_hand = {
+      "norm": mean_norm(encoded),
+      "spread": encoded.std(),
+      "kernels/encoder/kernel": mean_norm(params["encoder"]["kernel"]),
+      "kernels/head/kernel": mean_norm(params["head"]["kernel"]),
+      "gradient": np.sqrt(sum((x ** 2).sum() for x in jax.tree.leaves(grads))),
+  }
+  for name, expected in by_hand.items():
+    _, values = read_events(cfg.workdir, f"metrics/{name}")
+    agree(f"{name} at step 0", logged=values[0], by_hand=expected)
+
+  # TensorBoard gets the histogram as left edge, right edge, count of 30 bins.
+  steps, histograms = read_events(cfg.workdir, "summaries/layer")
+  left, right, count = np.array(histograms[0]).T
+  expected_count, edges = np.histogram(encoded, bins=30)
+  agree("histogram, left edges", logged=left, by_hand=edges[:-1])
+  agree("histogram, right edges", logged=right, by_hand=edges[1:])
+  agree("histogram, counts", rtol=0.01, logged=count, by_hand=expected_count)
+  largest = [np.array(histogram)[-1, 1] for histogram in histograms]
+  draw("inner_layer", {"largest": (steps, largest)},
        xlabel="step", ylabel="largest output of the encoder")
-  for tag, (steps, values) in found.items():
-    show(tag, f"{values[-1]:.3f} at step {steps[-1]}")
-    assert steps[-1] == LOG_EVERY, (tag, steps)
-    assert np.isclose(values[-1], expected[tag], rtol=1e-4), (tag, expected)
-  state = aux.summary_states["layer"]  # It concatenates: not under `jit`.
-  raises(RuntimeError, jax.jit(lambda x: x.merge(x)), state)
-  tensor = state.compute().tensor
-  assert np.allclose(tensor, encoded.ravel(), atol=1e-4), encoded
-  counts, edges = np.histogram(tensor, bins=30)  # As many by default.
-  assert np.allclose(buckets[-1], np.c_[edges[:-1], edges[1:], counts]), edges
-  context = read_events(cfg.workdir, "context_spec")[1][0].decode()
-  return dict(norm=aux.metric_states["norm"].compute().item(), context=context)
 
-# %% 9. A sweep changes one line at a time
-VARIANTS = {  # Name -> the path that it changes in the config, and to what.
-    "base": {}, "shuffled": {"train_ds.seed": SEED + 1},
-    "slow": {"optimizer.learning_rate": LEARNING_RATE / 5},
-    "rmsprop": {"optimizer.__qualname__": "optax:rmsprop"},
-    "narrow": {"model.width": 8}, "sharp": {"train_losses.focal.gamma": 3.0}}
+# %% [markdown]
+# ## A sweep changes one line of the config at a time
+#
+# A sweep is a generator of dicts, each from paths in the config to what should
+# stand there. (Kauldron's own launcher, which needs Google's cluster software,
+# takes such a generator from a config file.) A loop does as well: it makes the
+# config anew, sets what the variant changes, and trains.
+#
+# Written so, a variant *is* its difference from the base. The last one changes
+# the optimizer, whole.
+
+# %%
+def sweep_variants():
+  """Yields, for each variant, the paths that it changes and to what."""
+  yield {}
+  yield {"schedules.learning_rate.init_value": LEARNING_RATE / 10}
+  yield {"train_losses.focal.gamma": 3.0}
+  yield {"optimizer": lazy_optax.rmsprop(learning_rate=LEARNING_RATE)}
+
 
 @section("A sweep changes one line of the config at a time")
 def sweep():
-  """Variants differ from the base in one path, and so in what they learn."""
-  flat, curves = kontext.flatten_with_path(get_config()), {}
-  print(f"  {'variant':9} {'changed line':42} held-out accuracy")
-  for name, change in VARIANTS.items():
+  """Variants differ from the base in one path, and in what they learn."""
+  base = kontext.flatten_with_path(get_config())
+  held_out = held_out_images()
+  curves = {}
+  for number, changes in enumerate(sweep_variants()):
     cfg = get_config()
-    for path, value in change.items():
+    for path, value in changes.items():
       kontext.set_by_path(cfg, path, value)
-    changed = set(kontext.flatten_with_path(cfg).items()) ^ set(flat.items())
-    assert {path for path, _ in changed} == set(change), changed
-    state, auxs = stepped(cfg, NUM_STEPS // 5, return_losses=True,
-                          return_metrics=True, return_summaries=True)  # Cached.
-    curves[name] = range(len(auxs)), [
-        float(aux.compute().loss_values["losses/total"]) for aux in auxs]
-    accuracy = scores_by_hand(state.params)["metrics/accuracy"]
-    print(f"  {name:9} {str(change)[1:-1]:42} {accuracy:.3f}")
-  draw("sweep", curves, xlabel="step", ylabel="training loss (nats)")
-  _, base = curves["base"]
-  for name, (_, losses) in curves.items():
-    assert (losses == base) == (name == "base"), (name, losses)
-    assert (losses[0] == base[0]) == (  # Nothing is updated yet.
-        name in ("base", "slow", "rmsprop")), (name, losses)
-  return {name: losses[-1] for name, (_, losses) in curves.items()}
 
-# %% 10. A run resumes where it stopped, if its data can
+    # Only what was named has changed, and what refers to it.
+    flat = kontext.flatten_with_path(cfg)
+    changed = {path for path in base.keys() | flat.keys()
+               if base.get(path) != flat.get(path)}
+    for path in changed:
+      assert path.startswith((*changes, "optimizer.")), (path, changes)
+    agree("something has changed", found=bool(changed), expected=bool(changes))
+
+    cfg.workdir = new_workdir("sweep")
+    cfg.stop_after_steps = FEW_STEPS
+    cfg.log_metrics_every = 1
+    cfg.checkpointer = None
+    trainer = konfig.resolve(cfg)
+    state, _ = trainer.train()
+    apply = jax.jit(trainer.model.apply)
+    preds = apply({"params": state.params}, held_out["image"])
+    recall = recall_by_hand(np.asarray(preds["logits"]), held_out["label"])
+
+    line = ", ".join(f"{x} = {value}" for x, value in changes.items()) or "base"
+    show(line, f"recall {recall:.3f}")
+    curves[f"variant {number}"] = read_events(cfg.workdir, "losses/total")
+  draw("sweep", curves, xlabel="step", ylabel="training loss (nats)")
+
+  # Each learns something else. At step 0 the parameters and the batch are the
+  # same in all; so is the loss, except with another gamma.
+  losses = [values for _, values in curves.values()]
+  base, slow, sharp, other_optimizer = losses
+  agree("slow, step 0", loss=slow[0], base=base[0])
+  agree("other optimizer, step 0", loss=other_optimizer[0], base=base[0])
+  assert abs(sharp[0] - base[0]) > 1e-3, (sharp[0], base[0])
+  for variant in (slow, sharp, other_optimizer):
+    assert abs(variant[-1] - base[-1]) > 1e-3, (variant[-1], base[-1])
+
+# %% [markdown]
+# ## A run resumes where it stopped, if its data can
+#
+# If `train()` finds a checkpoint in the work directory it goes on from there.
+# Parameters, optimizer state and step are as they were, bit for bit. The rest
+# is a question of the data:
+#
+# - `InMemoryPipeline` starts over with its first batch.
+# - `kd.data.py.DataSource` is built on PyGrain, which knows its position and
+#   saves it. The run ends as if it had never been interrupted.
+#
+# An `InMemoryPipeline` gets a function, `loader=train_images`, and calls it
+# when it needs the data. A `DataSource` gets the data: any object with a length
+# and an index, hence `data_source=train_examples()`, a call that is recorded
+# like any other. `num_workers=0` reads in this very process; section
+# `data_pipeline` says what more workers need.
+#
+# Here `stop_after_steps` stands for the power cut.
+
+# %%
 def train_examples():
-  """Returns the training images one by one: all PyGrain needs is a sequence."""
-  pairs = zip(*train_images().values(), strict=True)
-  return [dict(image=x, label=y) for x, y in pairs]
+  """Returns the training images as a list of examples, which PyGrain needs."""
+  arrays = train_images()
+  pairs = zip(arrays["image"], arrays["label"], strict=True)
+  return [{"image": image, "label": label} for image, label in pairs]
+
 
 @section("A run resumes where it stopped, if its data can")
 def resumed_run():
-  """A checkpoint restores bit for bit; whether the batches go on is the data's.
+  """With PyGrain a resumed run ends as an uninterrupted one, bit for bit."""
+  cfg = get_config()
+  cfg.checkpointer.save_interval_steps = 10
+  in_memory = cfg.train_ds
 
-  `InMemoryPipeline` starts over with its first batch after a resume. A PyGrain
-  `DataSource` saves its position, and the run ends as if never interrupted.
-  """
-  cfg, half = get_config(), LOG_EVERY
+  def stop_and_resume():
+    """Trains to step 10, and from there to the end as a new process would."""
+    cfg.workdir = new_workdir("resumed")
+    cfg.stop_after_steps = 11  # One step after the checkpoint of step 10.
+    stopped, _ = konfig.resolve(cfg).train()
+    agree("stopped at step", found=int(stopped.step), expected=11)
+
+    cfg.stop_after_steps = FEW_STEPS
+    trainer = konfig.resolve(cfg)
+    agree("goes on at step", found=trainer.checkpointer.latest_step,
+          expected=10)
+    resumed, _ = trainer.train()
+    return resumed
+
+  # PyGrain, without and with an interruption.
   cfg.train_ds = lazy_kd.data.py.DataSource(
-      data_source=lazy_tour.train_examples(), batch_size=BATCH_SIZE,
-      shuffle=True, num_workers=0)
-  whole, _ = stepped(cfg, 2 * half + 1)
-  cfg.checkpointer.save_interval_steps = half
-  cfg.workdir, cfg.writer = run_dir("resumed"), None  # Checkpoints only.
-  cfg.num_train_steps, cfg.stop_after_steps = 2 * half, half + 1
-  konfig.resolve(cfg).train()  # Stops after a checkpoint and one more step.
-  cfg.stop_after_steps = None
-  facts = {"pygrain": distance(konfig.resolve(cfg).train()[0], whole)}
-  base, whole, _ = train_once(get_config)  # No checkpoint has its last steps.
-  cfg = base.copy_and_resolve_references()
-  cfg.workdir, cfg.writer = shutil.copytree(
-      base.workdir, run_dir("resumed_in_memory"), dirs_exist_ok=True), None
-  resumed, _ = konfig.resolve(cfg).train()
-  facts["in_memory"] = distance(resumed, whole)
-  assert facts["pygrain"] == 0 < facts["in_memory"], facts
-  state = restored(base)  # From here on with the first batches.
-  replayed, _ = stepped(base, NUM_STEPS + 1 - state.step, state)
-  assert distance(resumed, replayed) == 0, distance(resumed, replayed)
-  return facts
+      data_source=lazy_tour.train_examples(),
+      batch_size=BATCH_SIZE,
+      shuffle=True,
+      num_workers=0)
+  cfg.workdir = new_workdir("uninterrupted")
+  cfg.stop_after_steps = FEW_STEPS
+  uninterrupted, _ = konfig.resolve(cfg).train()
+  resumed = stop_and_resume()
+  agree("steps", resumed=int(resumed.step), uninterrupted=int(
+      uninterrupted.step))
+  agree("PyGrain, distance from the uninterrupted run", rtol=0,
+        found=distance(resumed.params, uninterrupted.params), expected=0.0)
 
-# %% Part III: what a real project needs next
-# %% 11. Held-out data is scored along the way
-held_out_ds = functools.partial(
-    lazy_kd.data.InMemoryPipeline, loader=lazy_tour.held_out_images,
-    batch_size=BATCH_SIZE, num_epochs=1)
+  # In memory: from the checkpoint on, the first batches once more.
+  cfg.train_ds = in_memory
+  resumed = stop_and_resume()
+  trainer = konfig.resolve(cfg)
+  state = trainer.checkpointer.restore(trainer.init_state(), step=10)
+  for batch in trainer.train_ds.take(10).device_put(trainer.sharding.batch):
+    state, _ = trainer.trainstep.step(state, batch)
+  agree("in memory, distance from a run with the first batches again", rtol=0,
+        found=distance(resumed.params, state.params), expected=0.0)
 
-def scored_config():
-  """Returns a config that scores held-out data, once by averaged parameters."""
-  evals, cfg = lazy_kd.evals, watched_config()
-  cfg.eval_ds = held_out_ds()
-  cfg.evals = {
-      "held_out": evals.Evaluator(run=evals.EveryNSteps(LOG_EVERY // 2)),
-      "averaged": evals.Evaluator(
-          run=evals.Once(LOG_EVERY), num_batches=5, cache=True,
-          init_transform=lazy_kd.optim.UseEmaParams(),
-          metrics={"accuracy": cfg.train_metrics.accuracy})}
-  cfg.checkpointer = lazy_kd.ckpts.Checkpointer(
-      save_interval_steps=LOG_EVERY // 2, max_to_keep=1, best_mode="min",
-      best_metric_path="held_out.accuracy")  # "max" would keep the newest.
-  return cfg
+# %% [markdown]
+# Two caveats about `restore`, which fills a state with what was saved. It wants
+# a trainer that has not trained itself, hence the fresh one. And it uses up the
+# state that it is given, as a step does.
+#
+# # Part III: what a real project needs next
+#
+# ## Held-out data is scored along the way
+#
+# An *evaluator* scores the state of the moment on data of its own: every n
+# steps, or once. It has the losses, metrics and summaries of training unless it
+# is given others (`metrics={}` for none), and writes under its own name. It
+# sees no gradients.
+#
+# Its data should end: `num_epochs=1`. An `InMemoryPipeline` drops what does not
+# fill a batch, so of 250 examples it would score 240.
+#
+# An evaluator can be called at any other time too:
+# `trainer.evals["held_out"].evaluate(state=state, step=...)`. And it may change
+# the state first, with an `init_transform` of its own; `kd.optim.UseEmaParams`,
+# for one, takes averaged parameters, if the optimizer has kept them
+# (`kd.optim.ema_params`).
 
+# %%
 @section("Held-out data is scored along the way")
 def evaluators():
-  """Every n steps an evaluator scores the state of that moment on its data.
+  """Every n steps an evaluator scores the state of that moment on its data."""
+  cfg = get_config()
+  cfg.workdir = new_workdir("evaluators")
+  cfg.stop_after_steps = 5
+  cfg.checkpointer = None
+  cfg.eval_ds = lazy_kd.data.InMemoryPipeline(
+      loader=lazy_tour.held_out_images, batch_size=BATCH_SIZE, num_epochs=1)
+  cfg.evals = {
+      "held_out": lazy_kd.evals.Evaluator(run=lazy_kd.evals.EveryNSteps(2)),
+      "once": lazy_kd.evals.Evaluator(run=lazy_kd.evals.Once(3), metrics={})}
+  konfig.resolve(cfg).train()
 
-  It uses the losses and metrics of training if given none, and writes them
-  under its own name. Data that ends (`num_epochs`) is read to its end. One of
-  the metrics can decide which checkpoints are kept.
-  """
-  (cfg, *_), (params, _) = train_once(scored_config), first_steps()
-  assert [*konfig.resolve(cfg).checkpointer.all_steps] == [0], "not the worst"
-  by_hand = [scores_by_hand(params[step]) for step in (0, 5, 10)]
-  found = {tag: read_events(cfg.workdir, tag, "held_out") for tag in by_hand[0]}
-  for tag, (steps, values) in found.items():
-    show(f"{tag} at steps {steps}", np.round(values, 3).tolist())
-    assert steps == [0, 5, 10], steps
-    assert np.allclose(values, [x[tag] for x in by_hand], rtol=1e-4), values
-  raises(KeyError, read_events, cfg.workdir, "metrics/grads", "held_out")
-  average = functools.reduce(lambda old, new: jax.tree.map(
-      lambda x, y: (x + y) / 2, old, new), params)
-  expected = scores_by_hand(average)["losses/total"]
-  steps, (loss,) = read_events(cfg.workdir, "losses/total", "averaged")
-  raises(KeyError, read_events, cfg.workdir, "metrics/norm", "averaged")
-  _, images = read_events(cfg.workdir, "summaries/images", "held_out")
-  assert len(images[-1]) == 2 + 60, "the first 60, from two batches"
-  assert steps == [10] and np.isclose(loss, expected, rtol=1e-4), expected
-  return dict(loss=found["losses/total"][1][-1], averaged=loss)
+  # By hand: the first four steps, then all 240 held-out images at once.
+  trainer = konfig.resolve(cfg)
+  state = trainer.init_state()
+  for batch in trainer.train_ds.take(4).device_put(trainer.sharding.batch):
+    state, _ = trainer.trainstep.step(state, batch)
+  held_out = held_out_images()
+  preds = jax.jit(trainer.model.apply)(
+      {"params": state.params}, held_out["image"])
+  logits = np.asarray(preds["logits"])
+  loss = focal_values(logits, held_out["label"]).mean()
+  recall = recall_by_hand(logits, held_out["label"])
 
-# %% 12. A work directory gives back its run
-def continuous_eval(cfg):
-  """Returns tag -> score of the checkpoint that an evaluator waits for."""
-  cfg.evals = {"late": lazy_kd.evals.Evaluator(
-      run=lazy_kd.evals.StandaloneEveryCheckpoint(), ds=held_out_ds())}
-  # For another one it would wait 20 seconds: the clock it is given runs fast.
-  clock = unittest.mock.Mock(time=itertools.count(step=9).__next__)
-  with unittest.mock.patch("orbax.checkpoint.checkpoint_utils.time", clock):
-    scores = konfig.resolve(cfg).continuous_eval("late")["late"].compute()
-  return scores.loss_values | scores.metric_values
+  steps, losses = read_events(cfg.workdir, "losses/total", "held_out")
+  _, recalls = read_events(cfg.workdir, "metrics/recall", "held_out")
+  agree("scored at steps", found=tuple(steps), expected=(0, 2, 4))
+  agree("held-out loss at step 4", logged=losses[-1], by_hand=loss)
+  agree("held-out recall at step 4", logged=recalls[-1], by_hand=recall)
 
+  # The other evaluator: once, and without metrics.
+  steps, _ = read_events(cfg.workdir, "losses/total", "once")
+  agree("the other one, scored at steps", found=tuple(steps), expected=(3,))
+  with raises(KeyError, "metrics/recall"):
+    read_events(cfg.workdir, "metrics/recall", "once")
+
+  # Once more, by a call.
+  aux = trainer.evals["held_out"].evaluate(state=state, step=4)
+  agree("held-out loss, asked for", by_hand=loss,
+        kauldron=aux.compute().loss_values["losses/total"])
+
+# %% [markdown]
+# ## The best checkpoint is kept
+#
+# With `best_metric_path` the checkpointer keeps those checkpoints that an
+# evaluator (the first part of the path) gave the best values of a metric.
+# `best_mode` is "max" unless you say "min". The evaluator must run whenever a
+# checkpoint is saved, at step 0 too: with one that has no such metric, choosing
+# ends in a KeyError. `train()` still returns the last state, and a resumed run
+# goes on from what was kept.
+#
+# To have a run that gets worse again, the learning rate doubles at each step.
+# (On a larger scale that is how one finds out which rate a model can take.)
+
+# %%
+@section("The best checkpoint is kept")
+def best_checkpoint():
+  """Of three checkpoints the one with the highest held-out recall is left."""
+  cfg = get_config()
+  cfg.workdir = new_workdir("best_checkpoint")
+  cfg.stop_after_steps = 21
+  cfg.log_metrics_every = 1
+  cfg.schedules["learning_rate"] = lazy_optax.exponential_decay(
+      init_value=1e-4, transition_steps=1, decay_rate=2.0)
+  cfg.optimizer.learning_rate = cfg.ref.schedules["learning_rate"]
+  cfg.eval_ds = lazy_kd.data.InMemoryPipeline(
+      loader=lazy_tour.held_out_images, batch_size=BATCH_SIZE, num_epochs=1)
+  cfg.evals = {
+      "held_out": lazy_kd.evals.Evaluator(run=lazy_kd.evals.EveryNSteps(10))}
+  cfg.checkpointer = lazy_kd.ckpts.Checkpointer(
+      save_interval_steps=10,
+      max_to_keep=1,
+      best_metric_path="held_out.recall",
+      best_mode="max")
+  konfig.resolve(cfg).train()
+
+  steps, recalls = read_events(cfg.workdir, "metrics/recall", "held_out")
+  for step, recall in zip(steps, recalls, strict=True):
+    show(f"held-out recall at step {step}", recall)
+  best = steps[np.argmax(recalls)]
+  assert best != steps[-1], "the last step was the best: this proves nothing"
+  checkpointer = konfig.resolve(cfg).checkpointer
+  agree("checkpoints", kept=tuple(checkpointer.all_steps), best=(best,))
+  agree("a resumed run", goes_on_at=checkpointer.latest_step, best=best)
+
+# %% [markdown]
+# ## A work directory gives back its run
+#
+# `config.json` in the work directory gives back the config, and so the Trainer;
+# a checkpoint beside it gives back the state. Read the JSON into a `ConfigDict`
+# before you resolve it: a plain dict fails where two parts share a third.
+#
+# What is trained in the same directory later is another matter. If its
+# parameters or the optimizer's state have another structure or shape, that
+# fails. Other differences pass unnoticed, and `config.json` keeps the first
+# version as soon as there is a checkpoint after step 0.
+
+# %%
 @section("A work directory gives back its run")
 def rebuilt_run():
-  """`config.json` gives the Trainer, and a checkpoint beside it the state.
+  """`config.json` gives the Trainer, and a checkpoint beside it the state."""
+  cfg = get_config()
+  cfg.workdir = new_workdir("rebuilt_run")
+  cfg.stop_after_steps = FEW_STEPS
+  cfg.checkpointer.save_interval_steps = 10
+  trainer = konfig.resolve(cfg)
+  trainer.train()
 
-  The steps after the newest checkpoint are taken again. A config without
-  Checkpointer gives back the state it gets: look at its step. Of another config
-  in this directory only other shapes are refused; `config.json` stays the same.
-  """
-  cfg, trained, _ = train_once(get_config)
-  workdir = pathlib.Path(shutil.copytree(
-      cfg.workdir, run_dir("moved"), dirs_exist_ok=True))
-  cfg = konfig.ConfigDict(json.loads((workdir / "config.json").read_text()))
-  cfg.workdir = str(workdir)
-  trainer, state = konfig.resolve(cfg), restored(cfg)
-  step = int(state.step)
-  by_hand = scores_by_hand(state.params)
-  batches = itertools.islice(trainer.train_ds, step, NUM_STEPS + 1)
-  state, _ = loop(trainer, state, batches)
-  assert (step, distance(state, trained)) == (3 * SAVE_EVERY, 0), step
-  tags, scores = ("losses/total", "metrics/accuracy"), continuous_eval(cfg)
-  late, expected = ([float(x[tag]) for tag in tags] for x in (scores, by_hand))
-  show(f"loss and accuracy of step {step}, scored late", late)
-  assert np.allclose(late, expected, rtol=1e-4), (late, expected)
-  return dict(step=step, files=" ".join(sorted(os.listdir(workdir))),
-              element_spec=(workdir / "element_spec.json").read_text())
+  # Later, elsewhere: the directory is all there is, and it has moved.
+  moved = shutil.copytree(cfg.workdir, new_workdir("moved"), dirs_exist_ok=True)
+  text = pathlib.Path(moved, "config.json").read_text()
+  found = konfig.ConfigDict(json.loads(text))
+  found.workdir = moved
+  trainer = konfig.resolve(found)
+  state = trainer.checkpointer.restore(trainer.init_state())
+  agree("step", restored=int(state.step), last_saved=10)
 
-# %% 13. Trained weights are loaded, part is frozen
-@section("Trained weights are loaded, part is frozen")
-def partial_training():
-  """Frozen parameters keep every bit that was loaded, and the others move.
+  # What it was trained with, and the same parameters as by training again.
+  agree("learning rate", found=found.schedules.learning_rate.init_value,
+        trained_with=LEARNING_RATE)
+  again = konfig.resolve(cfg)
+  state_again = again.init_state()
+  for batch in again.train_ds.take(10).device_put(again.sharding.batch):
+    state_again, _ = again.trainstep.step(state_again, batch)
+  agree("distance from training again", rtol=0,
+        found=distance(state.params, state_again.params), expected=0.0)
+  agree("distance of the optimizer's states", rtol=0,
+        found=distance(state.opt_state, state_again.opt_state), expected=0.0)
 
-  `partial_updates` leaves alone what its mask does not select. The loader for
-  parts of another model needs an orbax module that may be missing: it is tried.
-  """
-  pretrained, cfg = train_once(get_config)[0], get_config()
-  source, workdir = restored(pretrained).params, pretrained.workdir
-  cfg.init_transform = lazy_kd.ckpts.SimpleCheckpointLoader(workdir=workdir)
+# %% [markdown]
+# ## Trained weights are loaded into a new run
+#
+# `init_transform` changes the state before training starts; a run that resumes
+# from its own checkpoint skips it. `SimpleCheckpointLoader` takes the
+# parameters, and other collections of the model, from the directory of another
+# run. With `load_opt_state=True` it takes the optimizer's state as well: a
+# schedule in the optimizer then goes on where it was, while the step number,
+# and with it `num_train_steps`, starts at 0.
+#
+# Modules of the same name get what was saved, and must have the same shapes, or
+# the first step fails; any others stay as they were initialised, and nothing is
+# said of it. (`PartialKauldronLoader`, which is for
+# parts of another model, imports a module that orbax-checkpoint 0.12.8 lacks.)
+
+# %%
+@section("Trained weights are loaded into a new run")
+def loaded_weights():
+  """A new run starts with the parameters that another one ended with."""
+  pretrained = get_config()
+  pretrained.workdir = new_workdir("pretrained")
+  pretrained.stop_after_steps = FEW_STEPS
+  pretrained.checkpointer.save_interval_steps = 10
+  konfig.resolve(pretrained).train()
+  trainer = konfig.resolve(pretrained)
+  source = trainer.checkpointer.restore(trainer.init_state())
+  agree("source, step", found=int(source.step), expected=10)
+
+  cfg = get_config()
+  cfg.workdir = new_workdir("loaded_weights")
+  cfg.init_transform = lazy_kd.ckpts.SimpleCheckpointLoader(
+      workdir=pretrained.workdir)
+  loaded = konfig.resolve(cfg).init_state()
+  agree("parameters, distance from the source", rtol=0,
+        found=distance(loaded.params, source.params), expected=0.0)
+  agree("step", found=int(loaded.step), expected=0)
+  moments = distance(loaded.opt_state, source.opt_state)
+  show("optimizer, distance from the source", moments)
+  assert moments > 0, moments
+
+  # With the optimizer's state.
+  cfg.init_transform.load_opt_state = True
+  relaunched = konfig.resolve(cfg).init_state()
+  agree("optimizer too, distance from the source", rtol=0,
+        found=distance(relaunched.opt_state, source.opt_state), expected=0.0)
+
+# %% [markdown]
+# ## Frozen parameters keep every bit, and the others move
+#
+# `partial_updates` lets an optimizer move only what a mask selects.
+# `select("head")` selects what has `head` as one whole part of its path, and
+# `exclude("head")` all the rest. Neither knows `head_a` or `my_head`: for these
+# you need a regular expression, `".*head.*"`. (`head*` and `head_.` match
+# nothing: the first is a regular expression, a dot alone does not make one.)
+#
+# A pattern that matches nothing is no error. With `exclude` nothing is frozen
+# then, with `select` everything is, and you learn of it when the training is
+# over. So look before: the mask is a function from parameters to a tree of
+# booleans, and shapes will do for parameters.
+
+# %%
+@section("Frozen parameters keep every bit, and the others move")
+def frozen_weights():
+  """`select` moves just what it names; a mask shows that before training."""
+  cfg = get_config()
+  cfg.workdir = new_workdir("frozen_weights")
+  cfg.writer = None  # Nothing has to be logged.
+  cfg.stop_after_steps = FEW_STEPS
+  cfg.log_metrics_every = 1
+  cfg.checkpointer = None
   cfg.optimizer = lazy_kd.optim.partial_updates(
-      lazy_optax.adam(LEARNING_RATE), mask=lazy_kd.optim.exclude("encoder"))
-  with warnings.catch_warnings(action="ignore"):  # orbax: no sharding is given.
-    loaded, tuned = (stepped(cfg, n)[0].params for n in (0, LOG_EVERY))
-  assert distance(source, loaded) == 0, distance(source, loaded)
-  moves = kontext.flatten_with_path(jax.tree.map(distance, source, tuned))
-  for path, moved in moves.items():
-    show(f"{path} moved by", f"{moved:.3f}")
-    assert (moved > LEARNING_RATE) if "head" in path else moved == 0, path
-  cfg.init_transform = lazy_kd.ckpts.PartialKauldronLoader(workdir=workdir)
-  try:
-    outcome = f"distance {distance(source, stepped(cfg, 0)[0].params)}"
-  except Exception as error:  # Not a claim of this tour, but worth knowing.
-    outcome = first_line(error)
-  show("PartialKauldronLoader", outcome)
-  return dict(partial_loader=outcome)
+      lazy_optax.adam(learning_rate=cfg.ref.schedules["learning_rate"]),
+      mask=lazy_kd.optim.select("head"))
 
-# %% 14. What a run wrote can be read back
+  # What will move.
+  trainer = konfig.resolve(cfg)
+  params = trainer.state_specs.params
+  mask = konfig.resolve(cfg.optimizer.mask)
+  show('select("head")', mask(params))
+  agree("head moves", found=mask(params)["head"]["kernel"], expected=True)
+  agree("encoder moves", found=mask(params)["encoder"]["kernel"],
+        expected=False)
+
+  # What others would do.
+  misspelt = kd.optim.exclude("hea")
+  show('exclude("hea")', misspelt(params))
+  assert all(jax.tree.leaves(misspelt(params))), "nothing is frozen"
+  matching = kd.optim.exclude("hea.*")
+  show('exclude("hea.*")', matching(params))
+  agree("head moves with a regular expression that excludes it",
+        found=matching(params)["head"]["kernel"], expected=False)
+
+  before = trainer.init_state()
+  state, _ = trainer.train()
+  encoder = distance(before.params["encoder"], state.params["encoder"])
+  agree("encoder, distance moved", rtol=0, found=encoder, expected=0.0)
+  head = distance(before.params["head"], state.params["head"])
+  show("head, distance moved", head)
+  assert head > LEARNING_RATE, head
+
+# %% [markdown]
+# ## Several small batches make one large step
+#
+# Where a batch does not fit into memory, `optax.MultiSteps` averages the
+# gradients of several smaller ones before the optimizer moves. Kauldron needs
+# nothing for that. But its steps still count batches: below, eight batches of
+# 12 make two moves. A schedule inside `MultiSteps` counts moves. And a loss
+# with a mask is averaged batch by batch, which is not the mean of all that
+# counts.
+
+# %%
+@section("Several small batches make one large step")
+def large_batches():
+  """Four batches of 12 move the parameters as one of 48 does."""
+  cfg = get_config()
+  cfg.train_ds.shuffle = False
+  cfg.checkpointer = None
+  cfg.log_metrics_every = 1
+  cfg.writer = None  # Nothing has to be logged.
+  cfg.stop_after_steps = 2
+  cfg.workdir = new_workdir("large")
+  large, _ = konfig.resolve(cfg).train()
+
+  cfg.optimizer = lazy_optax.MultiSteps(cfg.optimizer, every_k_schedule=4)
+  cfg.train_ds.batch_size = BATCH_SIZE // 4
+  cfg.stop_after_steps = 8
+  cfg.workdir = new_workdir("small")
+  trainer = konfig.resolve(cfg)
+  before = trainer.init_state()
+  small, _ = trainer.train()
+
+  agree("steps of 48", found=int(large.step), expected=2)
+  agree("steps of 12", found=int(small.step), expected=8)
+  show("distance moved", distance(before.params, small.params))
+  far = distance(large.params, small.params)
+  print(f"  distance between the two: {far:.0e}")
+  assert far < 1e-6, far
+
+# %% [markdown]
+# ## What a run wrote can be read back
+#
+# The event files of a run are in its work directory, in a folder for training
+# (`train`) and one for each evaluator. TensorBoard shows them:
+# `tensorboard --logdir DIR`. A *tag* names each series:
+#
+# - `losses/NAME` and `losses/total`, at steps with metrics or summaries;
+# - `metrics/NAME`; `schedules/NAME`, for what stands in `cfg.schedules`;
+#   `perf_stats/NAME`, how fast it goes;
+# - `summaries/NAME`. What a summary computes decides what it becomes: floats of
+#   shape (n, h, w, c) with c = 1 or 3 an image, a string a text.
+#
+# Once, at the start, come the config, a table of the parameters, the shapes of
+# a batch, and a table of all paths.
+
+# %%
 @section("What a run wrote can be read back")
 def event_files():
-  """Event files hold the scalars, images and texts that TensorBoard shows.
+  """Event files hold the scalars, images and texts that TensorBoard shows."""
+  cfg = get_config()
+  cfg.workdir = new_workdir("event_files")
+  cfg.stop_after_steps = 11
+  cfg.log_metrics_every = 5
+  cfg.checkpointer = None
+  cfg.train_summaries = {
+      "images": lazy_kd.summaries.ShowImages(
+          images="batch.image", in_vrange=(-1, 1), num_images=5)}
+  trainer = konfig.resolve(cfg)
+  _, aux = trainer.train()
 
-  A summary that computes floats (n, h, w, c) is an image. Losses are written
-  with metrics and with summaries, a table of the parameters once, as a text.
-  """
+  # Scalars: what the last step returned is what was written for it.
+  values = aux.compute()
+  scalars = {**values.loss_values, **values.metric_values}
+  for tag, value in scalars.items():
+    steps, written = read_events(cfg.workdir, tag)
+    agree(f"{tag} at step {steps[-1]}", written=written[-1], returned=value)
+  agree("steps", found=tuple(steps), expected=(0, 5, 10))
+
+  # Images: PNG files, here the first five of the batch, as grey values.
   from matplotlib import image
-  (cfg, *_, aux), (params, batch) = train_once(watched_config), first_steps()
-  computed = aux.compute()
-  for tag, value in (computed.loss_values | computed.metric_values).items():
-    steps, values = read_events(cfg.workdir, tag)
-    assert values[-1] == np.float32(value), (tag, values, value)
-    assert steps == ([0, 10] if "metrics" in tag else [*range(11)]), steps
-  steps, images = read_events(cfg.workdir, "summaries/images")
-  pixels = np.array([image.imread(io.BytesIO(x)) for x in images[-1][2:]])
-  error = np.abs(pixels[..., :3] - (batch["image"] + 2) / 4).max()
-  assert error < 2 / 255 and steps == [*range(11)], (error, steps)
-  _, (table,) = read_events(cfg.workdir, "parameters")
-  size = sum(x.size for x in jax.tree.leaves(params[0]))
-  assert f"\nTotal: {size:,} " in table.decode(), table.decode()
-  return dict(table=re.sub(r"-?\d+\.\S+", "", table.decode()))
+  _, written = read_events(cfg.workdir, "summaries/images")
+  width, height, *files = written[0]
+  show("width, height", (int(width), int(height)))
+  pictures = np.array([image.imread(io.BytesIO(file)) for file in files])
+  batch = next(iter(trainer.train_ds))
+  grey = (batch["image"][:5] + 1) / 2  # From [-1, 1] to [0, 1].
+  agree("grey values", rtol=0.005, written=pictures[..., None], by_hand=grey)
 
-# %% 15. One config line shards the model
+  # Texts: a table of the parameters.
+  _, (table,) = read_events(cfg.workdir, "parameters")
+  last_line = table.decode().splitlines()[-1]
+  show("parameters", last_line)
+  size = 64 * WIDTH + WIDTH * NUM_CLASSES
+  assert last_line.startswith(f"Total: {size:,} "), last_line
+
+# %% [markdown]
+# ## One config line shards the model
+#
+# Every device usually holds a copy of the model and takes a share of each
+# batch. `FSDPSharding` divides each array of the parameters instead: a device
+# holds a part, and JAX moves what a computation needs. Arrays of 4 MB or less
+# are copied all the same unless you say otherwise; so are scalars, and arrays
+# of which no axis can be divided by the number of devices. The optimizer's
+# state is whole at first and follows after one step; a second line divides it
+# from the start.
+#
+# A batch is divided among the devices by default, so their number must divide
+# its size (JAX: `IndivisibleError`).
+#
+# A sharding of your own is a function from a tree of arrays to a tree of
+# shardings; the one below divides the last axis of matrices. In a config it is
+# named, not called. `trainer.state_specs` shows what it does before anything is
+# trained.
+
+# %%
+def divide_last_axis(tree):
+  """Returns shardings that divide the last axis of matrices, if they can."""
+  def sharding_of(array):
+    axes = ()
+    if array.ndim == 2 and array.shape[-1] % jax.device_count() == 0:
+      axes = (None, "devices")
+    return jax.sharding.NamedSharding(
+        kd.sharding.DEVICES_MESH, jax.sharding.PartitionSpec(*axes))
+  return jax.tree.map(sharding_of, tree)
+
+
 @section("One config line shards the model")
 def sharding():
-  """With `FSDPSharding` a device holds a part of each array, not a copy.
+  """With `FSDPSharding` a device holds a part of each array, not a copy."""
+  num_devices = jax.device_count()
+  if num_devices == 1 or 64 % num_devices:
+    raise unittest.SkipTest(
+        f"{num_devices} devices cannot share an axis of 64: start JAX with "
+        "JAX_NUM_CPU_DEVICES=2")
 
-  By default it copies arrays up to 4 MB. Several hosts (not tried here) run the
-  same config after `jax.distributed.initialize()`: JAX's multi-host runtime.
-  """
-  n, cfg, facts = jax.device_count(), get_config(), {}
-  if n == 1 or 64 % n:
-    raise unittest.SkipTest(f"{n} devices cannot share an axis of 64: start JAX"
-                            " with JAX_NUM_CPU_DEVICES=2")
-  fsdp = lazy_kd.sharding.FSDPSharding(min_size_to_shard_mb=0)
-  cfg.sharding = lazy_kd.sharding.ShardingStrategy(params=fsdp, opt_state=fsdp)
-  copied, spread = (stepped(x, LOG_EVERY)[0] for x in (get_config(), cfg))
-  for name, state, parts in (("copied", copied, 1), ("spread", spread, n)):
-    shards = [shard for tree in (state.params, state.opt_state[0].mu)
-              for shard in tree["encoder"]["kernel"].addressable_shards]
-    facts[name] = " ".join({str(shard.data.shape) for shard in shards})
-    show(f"encoder.kernel {name}: shape on each device", facts[name])
-    assert facts[name] == str((64 // parts, WIDTH)), facts
-    assert {shard.device for shard in shards} == set(jax.devices()), shards
-  assert distance(copied.params, spread.params) < 1e-5, "trained otherwise"
-  at_most, more = map(kd.sharding.FSDPSharding(), map(np.zeros, (2**19, 2**20)))
-  assert at_most.is_fully_replicated and not more.is_fully_replicated, more
-  return facts
-
-# %% 16. This file is a config file
-@section("This file is a config file")
-def config_file():
-  """`python -m kauldron.main --cfg=kauldron_tour.py` trains `get_config()`.
-
-  It wants `--cfg.workdir=DIR` as well. Flags change any field by its path, an
-  object by `py::` and a call; what refers to a field follows.
-  """
-  from absl import flags
-  path = get_config.__code__.co_filename
-  if not os.path.isfile(path):
-    raise unittest.SkipTest("the tour was pasted: there is no file to name")
-  argv = ["kauldron.main", f"--cfg={path}", "--cfg.workdir=out",
-          "--cfg.log_metrics_every=5", "--cfg.train_losses.focal.gamma=2.0",
-          "--cfg.model=py::kauldron_tour.MLP(image='batch.image', width=8)",
-          "--cfg.aux=py::{'a': [-2, -.5, a.b()], 'b': (False, None, 'x')}"]
-  values = flags.FlagValues()
-  flag = konfig.DEFINE_config_file(name="cfg", default=None, flag_values=values)
-  patch = unittest.mock.patch.multiple(sys, argv=argv, dont_write_bytecode=True)
-  with patch, unittest.mock.patch.dict(sys.modules):
-    values(argv)  # This runs the file once more, which then is `kauldron_tour`.
-  cfg, aux = flag.value, flag.value.aux
-  assert (repr(aux.a), aux.b) == (
-      "[-2, -0.5, <ConfigDict[a.b()]>]", (False, None, "x")), aux
-  del cfg.aux
-  flat, base = map(kontext.flatten_with_path, (cfg, get_config()))
-  changed = dict(flat.items() - base.items())
-  show("changed", "\n".join(f"{x} = {changed[x]}" for x in sorted(changed)))
-  assert changed == {
-      "workdir": "out", "log_metrics_every": 5, "log_summaries_every": 5,
-      "train_losses.focal.gamma": 2.0, "model.width": 8}, changed
-  return dict(changed=" ".join(sorted(changed)))
-
-# %% 17. Dropout knows whether it trains
-def dropout_config():
-  """Returns a config whose model drops out its input; a summary keeps that."""
   cfg = get_config()
-  cfg.model = lazy_kd.nn.Sequential(
-      inputs="batch.image", layers=[lazy_kd.nn.Dropout(rate=0.25)])
-  cfg.train_losses, cfg.train_metrics, cfg.train_summaries = {}, {}, {}
-  cfg.train_summaries["x"] = lazy_kd.summaries.HistogramSummary(tensor="preds")
-  cfg.evals = {"x": lazy_kd.evals.Evaluator(
-      run=lazy_kd.evals.EveryNSteps(1), ds=cfg.train_ds)}
+  cfg.stop_after_steps = FEW_STEPS
+  cfg.log_metrics_every = 1
+  cfg.writer = None  # Nothing has to be logged.
+  cfg.workdir = new_workdir("copied")
+  cfg.checkpointer = None
+  copied, _ = konfig.resolve(cfg).train()
+
+  divide = lazy_kd.sharding.FSDPSharding(min_size_to_shard_mb=0)
+  cfg.sharding = lazy_kd.sharding.ShardingStrategy(
+      params=divide, opt_state=divide)
+  cfg.workdir = new_workdir("divided")
+  divided, _ = konfig.resolve(cfg).train()
+
+  def shape_on_each_device(array):
+    shards = array.addressable_shards
+    assert {shard.device for shard in shards} == set(jax.devices())
+    (shape,) = {shard.data.shape for shard in shards}
+    return shape
+  kernel = copied.params["encoder"]["kernel"]
+  agree("copied, shape on a device", found=shape_on_each_device(kernel),
+        expected=(64, WIDTH))
+  kernel = divided.params["encoder"]["kernel"]
+  agree("divided, shape on a device", found=shape_on_each_device(kernel),
+        expected=(64 // num_devices, WIDTH))
+  untrained = konfig.resolve(cfg).init_state()
+  moment = untrained.opt_state[0].mu["encoder"]["kernel"]
+  agree("divided, shape of the optimizer's state at the start",
+        found=shape_on_each_device(moment), expected=(64 // num_devices, WIDTH))
+
+  # It is the same training, to rounding.
+  far = distance(jax.device_get(copied.params), jax.device_get(divided.params))
+  print(f"  distance of the results: {far:.0e}")
+  assert far < 1e-6, far
+
+  # The sharding of our own, seen without training.
+  cfg.sharding = lazy_kd.sharding.ShardingStrategy(
+      params=lazy_tour.divide_last_axis)
+  kernel = konfig.resolve(cfg).state_specs.params["encoder"]["kernel"]
+  agree("our own, shape on a device",
+        found=kernel.sharding.shard_shape(kernel.shape),
+        expected=(64, WIDTH // num_devices))
+
+  # The default leaves 4 MB whole, that is 2**20 numbers of 4 bytes.
+  default = kd.sharding.FSDPSharding()
+  small = default(np.zeros(2**20, np.float32))
+  large = default(np.zeros(2**21, np.float32))
+  agree("4 MB, copied", found=small.is_fully_replicated, expected=True)
+  agree("8 MB, copied", found=large.is_fully_replicated, expected=False)
+
+# %% [markdown]
+# ## More machines take one call, and the config stays as it is
+#
+# A model or a batch that is too large for one machine is trained by several.
+# Each machine runs the same script, in a process of its own, and each process
+# calls, before anything else of JAX:
+#
+#     jax.distributed.initialize()
+#
+# From then on `jax.devices()` lists the devices of all processes, and what you
+# have read about sharding is true of them. Kauldron builds on that; nothing in
+# a config says how many processes there are. Three things must be the same for
+# all of them: the program, the config, and `workdir`, which must be on a disk
+# that all can reach. All write their parts of a checkpoint there. Only process
+# 0 writes `config.json` and the event files.
+#
+# Slurm, Open MPI and Kubernetes tell JAX which process is which, and so do TPU
+# machines. Elsewhere you tell it, on each machine with another number:
+#
+#     jax.distributed.initialize("10.0.0.1:8476", num_processes=2, process_id=0)
+#
+# The address is that of process 0. If a process dies, the others end with an
+# error, because they cannot go on without it; start all of them again, and the
+# run goes on from its last checkpoint. A process that is silent counts as dead
+# after 100 seconds, or after `heartbeat_timeout_seconds=`.
+#
+# Two things differ from one process, and both are about data:
+#
+# - `InMemoryPipeline` draws the same batches as one process would, and each
+#   process yields its part of them. PyGrain deals the examples out to the
+#   processes first, so that its batches are others, and so is the result.
+# - PyGrain saves a position for each process. A run of two processes cannot go
+#   on with one: "ds_iter/process_0-of-1.json does not exist". With
+#   `InMemoryPipeline` it can, whatever the numbers are, and so can one of one
+#   process with two.
+#
+# The section below is written for any number of processes. You probably see it
+# with one. Real processes take an import of TensorFlow each, too long for this
+# tour: `make hosts` starts two, compares their parameters with those of one
+# process to the last digit, kills one and resumes. And with `--distributed`
+# this very script is one of several.
+
+# %%
+@section("More machines take one call, and the config stays as it is")
+def several_processes():
+  """A process has its part of a batch; the loss is the mean of the whole."""
+  number = jax.process_index()
+  count = jax.process_count()
+  show("this process", f"number {number} of {count}")
+  show("its devices", jax.local_device_count())
+  show("all devices", jax.device_count())
+
+  # One step, as `train()` makes it.
+  cfg = get_config()
+  cfg.workdir = new_workdir("several_processes")
+  trainer = konfig.resolve(cfg)
+  state = trainer.init_state()
+  params = jax.device_get(state.params)
+  batch = next(iter(trainer.train_ds))
+  on_devices = kd.sharding.device_put(batch, trainer.sharding.batch)
+  _, aux = trainer.trainstep.step(state, on_devices, return_losses=True)
+  loss = aux.compute().loss_values["losses/total"]
+
+  # The pipeline yields this process's part. On the devices it is one batch.
+  agree("examples in this process", found=len(batch["label"]),
+        expected=BATCH_SIZE // count)
+  agree("examples in all", found=len(on_devices["label"]), expected=BATCH_SIZE)
+
+  # By hand, with the parts of all processes.
+  from jax.experimental import multihost_utils
+  whole = multihost_utils.process_allgather(batch, tiled=True)
+  hidden = np.maximum(
+      whole["image"].reshape(BATCH_SIZE, -1) @ params["encoder"]["kernel"], 0)
+  logits = hidden @ params["head"]["kernel"]
+  agree("loss at step 0", kauldron=loss,
+        by_hand=focal_values(logits, whole["label"]).mean())
+
+  # Where PyGrain's position is: the name holds the number of processes.
+  cfg.train_ds = lazy_kd.data.py.DataSource(
+      data_source=lazy_tour.train_examples(),
+      batch_size=BATCH_SIZE,
+      shuffle=True,
+      num_workers=0)
+  cfg.stop_after_steps = 1  # Step 0, before which a checkpoint is saved.
+  konfig.resolve(cfg).train()
+  saved = pathlib.Path(cfg.workdir, "checkpoints", "ckpt_0", "ds_iter")
+  positions = sorted(path.name for path in saved.glob("*.json"))
+  agree("positions saved", found=tuple(positions), expected=tuple(
+      sorted(f"process_{i}-of-{count}.json" for i in range(count))))
+
+# %% [markdown]
+# ## A model is exported to where there is no Kauldron
+#
+# With an exporter, `train()` writes the computation of the model as a file that
+# JAX alone can run, without flax and without your code. The parameters are not
+# in it; they are an argument. By default nothing is exported, and what
+# `train()` exports is the model in training mode, before the first step. The
+# call below exports it for use.
+#
+# The file runs on as many devices as there were. The size of the batch stays
+# open, for which the model must write `image.shape[0]` where it might have said
+# `len(image)`. Import `kd.train` before `kd.export`. A model with other
+# collections, such as BatchNorm's, is not exported rightly by Kauldron 1.4.2 to
+# 1.4.4.
+
+# %%
+@section("A model is exported to where there is no Kauldron")
+def exported_model():
+  """The exported file predicts what the model predicts."""
+  cfg = get_config()
+  cfg.workdir = new_workdir("exported_model")
+  cfg.exporter = lazy_kd.export.JaxModelExporter(platforms=["cpu"])
+  trainer = konfig.resolve(cfg)
+  state = trainer.init_state()
+  trainer.exporter.export(
+      model=trainer.model, state=state,
+      element_spec=trainer.train_ds.element_spec, is_training=False)
+  (path,) = pathlib.Path(cfg.workdir).glob("*.jax_exported")
+  show("file", path.name)
+
+  from jax import export
+  exported = export.deserialize(path.read_bytes())
+  image = held_out_images()["image"][:7]  # Not the size of a batch.
+  outputs = exported.call(
+      params=state.params, key=jax.random.PRNGKey(0), image=image)
+  logits = outputs["preds"]["logits"]
+  params = jax.device_get(state.params)
+  hidden = image.reshape(7, 64) @ params["encoder"]["kernel"]
+  by_hand = np.maximum(hidden, 0) @ params["head"]["kernel"]
+  agree("logits", exported=logits, by_hand=by_hand)
+
+# %% [markdown]
+# ## A project is an implementation and a config
+#
+# This tour is one file so that it can be pasted. A real project has two kinds
+# of files: modules with what is yours (models, losses, data), which know
+# nothing of configs, and below `configs/` files that hold nothing but a config.
+# There the stand-ins may have the real names, because nothing else is in the
+# file.
+#
+# `python -m kauldron.main` trains such a config. Any field can be set on the
+# command line by its path, and what refers to it follows; an object is written
+# as `py::` and a call:
+#
+#     python -m kauldron.main --cfg=configs/my_experiment.py \
+#         --cfg.workdir=/absolute/path --cfg.num_train_steps=20 \
+#         --cfg.__args__.width=8 \
+#         "--cfg.optimizer=py::optax.sgd(learning_rate=0.1)"
+#
+# `__args__` are the arguments of `get_config`, for what changes more than one
+# field: a dataclass `ConfigArgs` names them. Run the command in the project's
+# directory, where Python finds `project`. (The command `kauldron` that is
+# installed too does not start in Kauldron 1.4.2 and 1.4.4.)
+#
+# Below the two files are written and trained, without the command line: a
+# config file is a Python file, so its `get_config` can be called.
+# `konfig.get_config_from_module` is what
+# `--cfg=configs/my_experiment.py:width=8` comes to.
+
+# %%
+PROJECT_FILE = '''
+from flax import linen as nn
+from kauldron import kontext
+import numpy as np
+
+
+def examples():
+  """Returns x (n, 8) and label (n, 1): whether the sum of x is positive."""
+  x = np.random.default_rng(0).normal(size=(96, 8)).astype(np.float32)
+  label = (x.sum(axis=1, keepdims=True) > 0).astype(np.int32)
+  return {"x": x, "label": label}
+
+
+class Classifier(nn.Module):
+  x: kontext.Key = kontext.REQUIRED
+  width: int = 16
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.relu(nn.Dense(self.width, name="encoder")(x))
+    return {"logits": nn.Dense(2, name="head")(x)}
+'''
+
+CONFIG_FILE = '''
+import dataclasses
+
+from kauldron import konfig
+
+with konfig.imports():
+  from kauldron import kd
+  import optax
+  import project
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigArgs:
+  width: int = 16
+
+
+def get_config(args: ConfigArgs = ConfigArgs()):
+  cfg = kd.train.Trainer()
+  cfg.train_ds = kd.data.InMemoryPipeline(
+      loader=project.examples, batch_size=48)
+  cfg.model = project.Classifier(x="batch.x", width=args.width)
+  cfg.train_losses = {
+      "cross_entropy": kd.losses.SoftmaxCrossEntropyWithIntLabels(
+          logits="preds.logits", labels="batch.label")}
+  cfg.optimizer = optax.adam(learning_rate=0.01)
+  cfg.num_train_steps = 10
+  cfg.log_metrics_every = 1
+  cfg.profiler = None
   return cfg
+'''
+
+
+@section("A project is an implementation and a config")
+def project():
+  """Two files make a project; the config file is one that Kauldron trains."""
+  folder = pathlib.Path(new_workdir("project"))
+  (folder / "configs").mkdir()
+  (folder / "project.py").write_text(PROJECT_FILE)
+  (folder / "configs" / "my_experiment.py").write_text(CONFIG_FILE)
+  sys.path.insert(0, str(folder))  # As if Python had been started there.
+  try:
+    from configs import my_experiment
+    cfg = konfig.get_config_from_module(my_experiment, "width=8")
+    cfg.workdir = str(folder / "run")
+    show("cfg.model", cfg.model)
+    state, aux = konfig.resolve(cfg).train()
+  finally:
+    sys.path.remove(str(folder))
+    for name in ("project", "configs", "configs.my_experiment"):
+      sys.modules.pop(name, None)
+
+  agree("kernel of the encoder", shape=state.params["encoder"]["kernel"].shape,
+        expected=(8, 8))
+  loss = float(aux.compute().loss_values["losses/total"])
+  show("loss after ten steps", loss)
+  assert loss < np.log(2), loss  # What guessing would cost.
+  written = json.loads((folder / "run" / "config.json").read_text())
+  agree("the model in config.json", found=written["model"]["__qualname__"],
+        expected="project:Classifier")
+
+# %% [markdown]
+# ## Dropout knows whether it trains
+#
+# No layer here is handed a flag or a key. Whether a model is being trained is a
+# *train property*: `kd.nn.train_property()` in the body of any module of yours,
+# without an annotation, is true in training and false in evaluation.
+# `kd.nn.Dropout` uses it itself. Outside a Trainer you say it to `apply`:
+# `is_training_property=False`.
+#
+# Random numbers come in named *streams*. A key of a stream is made from the
+# seed, the stream's name, the step and the mode, so the same run has the same
+# noise, and each step has its own. `dropout` and `default` are there for
+# training; an evaluator has none unless you ask for it with `eval=True`, and
+# then counts its batches, so that each evaluation has the same noise. Below a
+# stream of our own, `noise`, exists in both.
+
+# %%
+class Noisy(nn.Module):
+  """Adds noise to the image, and drops a quarter of it in training."""
+
+  image: kontext.Key = kontext.REQUIRED
+  is_training = kd.nn.train_property()
+
+  @nn.compact
+  def __call__(self, image):
+    noise = jax.random.normal(self.make_rng("noise"), image.shape)
+    dropped = kd.nn.Dropout(rate=0.25)(jnp.ones(image.shape))
+    return {"noise": noise, "dropped": dropped,
+            "training": float(self.is_training)}
+
 
 @section("Dropout knows whether it trains")
 def random_streams():
-  """No layer is handed a flag or a key: the step and the evaluator set them.
+  """Trainer and evaluator set the flag and the keys, from seed and step."""
+  cfg = get_config()
+  cfg.workdir = new_workdir("random_streams")
+  cfg.model = lazy_tour.Noisy(image="batch.image")
+  cfg.train_losses = {}
+  cfg.train_metrics = {}
+  cfg.rng_streams = lazy_kd.train.RngStreams(
+      [lazy_kd.train.RngStream("noise", eval=True)])
+  trainer = konfig.resolve(cfg)
+  streams = trainer.rng_streams
+  show("streams in training", " ".join(sorted(streams.train_rngs(0))))
+  agree("streams in evaluation", found=" ".join(streams.eval_rngs(0)),
+        expected="noise")
 
-  `kd.nn.Dropout` asks `kd.nn.train_property()`, as any module may. The key of a
-  stream is made from seed, name, step and mode, so a mask can be made again.
-  """
-  trainer = konfig.resolve(dropout_config())
-  state, batch = trainer.init_state(), next(iter(trainer.train_ds))
-  auxs = [trainer.evals["x"].step(step_nr=0, state=state, batch=batch)]
-  auxs += loop(trainer, state, [batch, batch], return_summaries=True)[1]
-  preds = np.array([aux.summary_states["x"].compute().tensor for aux in auxs])
-  kept = preds != 0
-  share = kept.mean(axis=-1)
-  show("share kept by evaluator, step 0, step 1", share.round(3).tolist())
-  assert np.allclose(share, [1, 0.75, 0.75], atol=0.03), share
-  expected = kept * batch["image"].ravel() / [[1], [0.75], [0.75]]
-  assert np.allclose(preds, expected), np.abs(preds - expected).max()
-  key = kd.random.PRNGKey(jax.random.key(SEED)).fold_in("dropout").fold_in(1)
-  again = trainer.model.apply({}, batch["image"], is_training_property=True,
-                              rngs={"dropout": key.fold_in("train")})
-  assert np.array_equal(again.ravel() != 0, kept[2]), "another mask at step 1"
-  assert not np.array_equal(kept[1], kept[2]), "one mask for all steps"
-  rngs = trainer.rng_streams.train_rngs(1)
-  assert not np.array_equal(rngs["default"], rngs["dropout"]), rngs
-  return dict(streams=" ".join(rngs))
+  # The model as a training step and as an evaluator apply it.
+  image = train_images()["image"][:BATCH_SIZE]
 
-# %% 18. A data pipeline is config too
+  @functools.partial(jax.jit, static_argnames="is_training_property")
+  def apply(rngs, is_training_property):
+    return trainer.model.apply(
+        {}, image, rngs=rngs, is_training_property=is_training_property)
+  step_0 = jax.device_get(apply(streams.train_rngs(0), True))
+  step_1 = jax.device_get(apply(streams.train_rngs(1), True))
+  evaluated = jax.device_get(apply(streams.eval_rngs(0), False))
+
+  # The flag, and what dropout makes of ones: what is left is scaled up.
+  agree("flag in training", found=step_0["training"], expected=1.0)
+  agree("flag in evaluation", found=evaluated["training"], expected=0.0)
+  kept = (step_0["dropped"] > 0).mean()
+  show("share kept in training", float(kept))
+  np.testing.assert_allclose(kept, 0.75, atol=0.03)
+  agree("what is kept", found=step_0["dropped"].max(), expected=1 / 0.75)
+  agree("least in evaluation", found=evaluated["dropped"].min(), expected=1.0)
+
+  # The same step has the same noise, another step or mode another.
+  again = jax.device_get(
+      apply(konfig.resolve(cfg).rng_streams.train_rngs(0), True))
+  agree("noise of step 0", rtol=0, again=again["noise"],
+        before=step_0["noise"])
+  agree("dropout of step 0", rtol=0, again=again["dropped"],
+        before=step_0["dropped"])
+  for other in (step_1, evaluated):
+    assert abs(other["noise"] - step_0["noise"]).mean() > 0.5
+  assert (step_1["dropped"] != step_0["dropped"]).any()
+
+# %% [markdown]
+# ## A model with state has collections
+#
+# Flax keeps what a model changes by itself, such as the running statistics of
+# `nn.BatchNorm`, in collections other than `params`. Kauldron carries them from
+# step to step in `state.collections`, where a checkpoint finds them and a key
+# too: `collections.batch_stats.norm.mean`. To use the trained model you pass
+# them along with the parameters.
+
+# %%
+class Normalized(nn.Module):
+  """A linear classifier of normalised pixels."""
+
+  image: kontext.Key = kontext.REQUIRED
+  is_training = kd.nn.train_property()
+
+  @nn.compact
+  def __call__(self, image):
+    x = image.reshape(image.shape[0], -1)
+    x = nn.BatchNorm(use_running_average=not self.is_training, momentum=0.9,
+                     name="norm")(x)
+    return {"logits": nn.Dense(NUM_CLASSES, use_bias=False, name="head")(x)}
+
+
+@section("A model with state has collections")
+def model_state():
+  """BatchNorm's statistics are in `state.collections`, as NumPy finds them."""
+  cfg = get_config()
+  cfg.workdir = new_workdir("model_state")
+  cfg.model = lazy_tour.Normalized(image="batch.image")
+  cfg.writer = None  # Nothing has to be logged.
+  cfg.stop_after_steps = FEW_STEPS
+  cfg.log_metrics_every = 1
+  cfg.checkpointer = None
+  trainer = konfig.resolve(cfg)
+  state, _ = trainer.train()
+  stats = jax.device_get(state.collections["batch_stats"]["norm"])
+
+  # By hand: at each step a tenth of the new value comes in.
+  mean = np.zeros(64)
+  variance = np.ones(64)
+  for batch in trainer.train_ds.take(FEW_STEPS):
+    x = batch["image"].reshape(BATCH_SIZE, 64)
+    mean = 0.9 * mean + 0.1 * x.mean(axis=0)
+    variance = 0.9 * variance + 0.1 * x.var(axis=0)
+  agree("mean of the pixels", collected=stats["mean"], by_hand=mean)
+  agree("variance of the pixels", collected=stats["var"], by_hand=variance)
+
+  # Predicting: parameters and collections, and no training.
+  image = held_out_images()["image"][:5]
+  apply = jax.jit(functools.partial(
+      trainer.model.apply, is_training_property=False))
+  preds = apply({"params": state.params, **state.collections}, image)
+  params = jax.device_get(state.params)
+  x = (image.reshape(5, 64) - stats["mean"]) / np.sqrt(stats["var"] + 1e-5)
+  x = x * params["norm"]["scale"] + params["norm"]["bias"]
+  by_hand = x @ params["head"]["kernel"]
+  agree("logits", predicted=preds["logits"], by_hand=by_hand)
+
+# %% [markdown]
+# ## A data pipeline is config too
+#
+# A `DataSource` takes examples one by one through `transforms`, and batches
+# them. Kauldron has transforms for what is common; a function of an example is
+# one; and there are base classes for your own: `MapTransform` (the whole
+# example), `ElementWiseTransform` (those that its field `key` names), and for
+# random ones `kd.data.py.ElementWiseRandomTransform`, which gets a generator
+# for each example.
+#
+# What bites:
+#
+# - `num_workers` is 16 unless you say otherwise. Workers are processes, and
+#   each forms batches of its own share of the data: with two, the examples of
+#   one batch are every second one. A script needs `if __name__ == "__main__":`,
+#   and outside `kauldron.main` absl's flags must be parsed
+#   (`absl.flags.FLAGS.mark_as_parsed()`). `num_workers=0` needs nothing.
+# - What does not fill a batch is dropped, unless `batch_drop_remainder` says
+#   otherwise. An `InMemoryPipeline` with less than one batch, and no
+#   `num_epochs`, waits for ever.
+#
+# What the Trainer has to know of a batch is its `element_spec`.
+
+# %%
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scale(kd.data.ElementWiseTransform):
+  """Multiplies what `key` names by a number."""
+  by: float
+
+  def map_element(self, element):
+    return element * np.float32(self.by)
+
+
 def with_copy(example):
-  """Adds a copy of the image: a transform is any function of an example."""
-  return example | {"copy": example["image"].copy()}
+  """Adds a copy of the image."""
+  return {**example, "flipped": example["image"].copy()}
+
 
 @section("A data pipeline is config too")
 def data_pipeline():
-  """Transforms change one example after the other, then batches are formed.
-
-  A source needs a length and an index, no more. The element spec is all that
-  the Trainer has to know of a batch to initialise the model. What is left over
-  from the last batch is dropped: from less than one batch nothing ever comes.
-  """
-  data, cfg = lazy_kd.data, get_config()
-  cfg.train_ds = data.py.DataSource(
-      data_source=lazy_tour.train_examples(), batch_size=BATCH_SIZE,
-      shuffle=False, num_epochs=1, num_workers=0, transforms=[
-          data.Elements(keep=["image"], rename={"label": "angle"}),
-          data.ValueRange(key="image", in_vrange=(-1, 1), vrange=(0, 1)),
-          lazy_tour.with_copy, data.py.RandomFlipLeftRight(key="copy"),
-          data.py.RandomCrop(key="image", shape=(None, 6, None))])
+  """Transforms change one example after the other, then batches are formed."""
+  cfg = get_config()
+  cfg.workdir = new_workdir("data_pipeline")
+  cfg.train_ds = lazy_kd.data.py.DataSource(
+      data_source=lazy_tour.train_examples(),
+      batch_size=BATCH_SIZE,
+      shuffle=False,
+      num_epochs=1,
+      num_workers=0,
+      transforms=[
+          lazy_kd.data.Elements(keep=["image"], rename={"label": "angle"}),
+          lazy_tour.with_copy,
+          lazy_kd.data.py.RandomFlipLeftRight(key="flipped"),
+          lazy_tour.Scale(key="image", by=0.5),
+      ])
   ds = konfig.resolve(cfg).train_ds
-  spec = {key: str(array) for key, array in ds.element_spec.items()}
-  assert len(ds) == 1024 // BATCH_SIZE, len(ds)
-  batch = ds[1]
-  assert distance(batch, list(itertools.islice(ds, 2))[1]) == 0, "not in order"
-  source = {k: x[BATCH_SIZE:2 * BATCH_SIZE] for k, x in train_images().items()}
-  image = (source["image"] + 1) / 2
-  assert np.array_equal(batch["angle"], source["label"]), batch["angle"]
-  for key, views in {"copy": [image, image[:, :, ::-1]],
-                     "image": [image[:, :, x:x + 6] for x in range(3)]}.items():
-    found = np.isclose(views, batch[key]).all((2, 3, 4))  # Of views, examples.
-    assert (found.sum(0) == 1).all() and found.any(1).all(), (key, found)
-  assert spec == {
-      key: str(enp.ArraySpec.from_array(x)) for key, x in batch.items()}, spec
-  return spec
+  show("ds.element_spec", "\n".join(
+      f"{key}: {spec}" for key, spec in ds.element_spec.items()))
+  agree("batches in an epoch", found=len(ds), by_hand=1024 // BATCH_SIZE)
 
-# %% 19. The older type checker still agrees
-SPECS = {  # Axes of y, with x of axes "a b", (2, 6) -> what fits and what not.
-    "b a": ((6, 2), (2, 6)), "_ 6": ((9, 6), (9, 5)), "... b": ((1, 6), (6, 1)),
-    "*c a": ((2,), (3,)), "#b a": ((1, 2), (3, 2)), "a*b": ((12,), (8,)),
-    "a**2+1": ((5,), (4,)), "max(a,b)": ((6,), (2,)), "a|b": ((6,), (3,)),
-    "+c a": ((5, 2), (2,)), "b? a": ((2,), (5, 2)), "a*c": ((12,), (3,))}
-DTYPES = """Bool Int8 Int16 Int32 Int64 UInt8 UInt16 UInt32 UInt64 Float16
-BFloat16 Float32 Float64 Complex64 Complex128""".split()
-TYPES = {x: [x] for x in DTYPES} | {  # Type -> dtypes of arrays of that type.
-    "Int": DTYPES[1:9], "SInt": DTYPES[1:5], "UInt": DTYPES[5:9],
-    "IntOrBool": DTYPES[:9], "Float": DTYPES[9:13], "Complex": DTYPES[13:],
-    "Num": DTYPES[1:], "Array": DTYPES}
+  # The second batch, and the examples that must be in it.
+  batch = list(ds.take(2))[1]
+  arrays = train_images()
+  image = arrays["image"][BATCH_SIZE:2 * BATCH_SIZE]
+  label = arrays["label"][BATCH_SIZE:2 * BATCH_SIZE]
+  agree("angles", rtol=0, found=batch["angle"], expected=label)
+  agree("images, scaled", rtol=0, found=batch["image"], expected=0.5 * image)
+  agree("shape of a batch", found=batch["image"].shape,
+        as_promised=(BATCH_SIZE, *ds.element_spec["image"].shape[1:]))
 
-def dtypes_of(array_type):
-  """Returns the dtypes that NumPy arrays of a type may have."""
-  return [x for x in DTYPES if isinstance(
-      np.ones(3, jnp.dtype(x.lower())), array_type["3"])]
+  # Each image was flipped, or left as it was.
+  same = (batch["flipped"] == image).all(axis=(1, 2, 3))
+  mirrored = (batch["flipped"] == image[:, :, ::-1]).all(axis=(1, 2, 3))
+  show("flipped, of 48", int(mirrored.sum()))
+  assert (same != mirrored).all(), "neither or both"
+  assert 0 < mirrored.sum() < BATCH_SIZE
 
-def judge(checker, error, sizes):
-  """Returns spec or type -> the shapes or dtypes that a checker accepts."""
-  types = (getattr(checker, name, None) for name in TYPES)
-  accepted = {x.__name__: dtypes_of(x) for x in types if x}
-  for spec, (fits, wrong) in SPECS.items():
-    @checker.typechecked
-    def call(x: checker.Float["a b"], y: checker.Float[spec] | checker.Int[""],
-             z) -> checker.Float[spec]:
-      assert sizes("a b//a b**2-1 b%4 -a+8 7") == (2, 3, 35, 2, 6, 7), x.shape
-      return z
-    for y, z in ((fits, fits), (fits, wrong), (wrong, fits)):
-      with contextlib.suppress(error):
-        call(np.ones((2, 6)), np.ones(y), np.ones(z))
-        accepted.setdefault(spec, []).append((y, z))
-  return accepted
+# %% [markdown]
+# ## Data comes from files, and can be mixed
+#
+# `kd.data.py.Json` reads a file with one JSON list of examples. Its lists must
+# be made arrays by a transform: a list is a tree to JAX, and would be batched
+# number by number. The others need a download, so they are only named here:
+#
+#     kd.data.py.Tfds(name="mnist", split="train", shuffle=True, batch_size=32)
+#     kd.data.py.HuggingFace(path="ylecun/mnist", config=None, split="train",
+#                            shuffle=True, batch_size=32)
+#
+# `kd.data.py.Mix` takes examples from several sources, in proportion to
+# weights.
 
-@section("The older type checker still agrees")
-def type_checkers():
-  """`kauldron.typing` judges as `ktyping` does, where it knows the notation.
+# %%
+def to_arrays(example):
+  """Makes arrays of the lists in an example from a JSON file."""
+  return {key: np.asarray(value, np.float32) for key, value in example.items()}
 
-  To it an `Int` is signed. In both, `*args: Float["b"]` refuses every call. An
-  `XFloat` is of any library, a `TfFloat` of TensorFlow, and so for other types.
+
+@section("Data comes from files, and can be mixed")
+def data_files():
+  """A JSON file is read back as batches; a mixture has its shares."""
+  path = pathlib.Path(new_workdir("data_files"), "examples.json")
+  examples = [{"x": [i, i / 10], "source": [0]} for i in range(12)]
+  path.write_text(json.dumps(examples))
+  cfg = lazy_kd.data.py.Json(
+      path=str(path), shuffle=False, batch_size=6, num_epochs=1,
+      num_workers=0, seed=SEED, transforms=[lazy_tour.to_arrays])
+  batches = list(konfig.resolve(cfg))
+  agree("batches", found=len(batches), expected=2)
+  x = np.concatenate([batch["x"] for batch in batches])
+  agree("examples", read=x[::-1], written=[
+      example["x"] for example in reversed(examples)])
+
+  # Three examples from the file for one from elsewhere.
+  other = [{"x": [0.0, 0.0], "source": [1]}] * 12
+  parts = [
+      kd.data.py.DataSource(data_source=source, shuffle=False,
+                            transforms=[to_arrays])
+      for source in (examples, other)]
+  mix = kd.data.py.Mix(
+      datasets=parts, weights=[3, 1], shuffle=False, batch_size=8,
+      num_epochs=1, num_workers=0, seed=SEED)
+  batch = next(iter(mix))
+  show("where the examples come from", batch["source"][:, 0].tolist())
+  agree("share of the second source", found=batch["source"].mean(),
+        expected=0.25)
+
+# %% [markdown]
+# ## Your own part of every kind
+#
+# Losses, metrics, models and transforms of your own you have seen. The rest:
+#
+# | part           | base class               | you write                |
+# | -------------- | ------------------------ | ------------------------ |
+# | summary        | `kd.metrics.Metric`      | `get_state`, `compute`   |
+# | init transform | `kd.ckpts.InitTransform` | `transform(state)`       |
+# | evaluator      | `kd.evals.EvaluatorBase` | `evaluate(state, step)`  |
+# | training step  | `kd.train.TrainStep`     | `_step(state, batch)`    |
+#
+# A summary is a metric that stands in `cfg.train_summaries`.
+#
+# Inside `train()` JAX refuses to move arrays between host and device unasked.
+# An evaluator therefore fetches what it needs with `jax.device_get` and goes on
+# in NumPy, as below. (For single bad batches optax has `apply_if_finite` as
+# well; it looks at the updates, the step below at the loss.)
+
+# %%
+@dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
+class KernelImages(kd.metrics.Metric):
+  """Summary: the weights of the first hidden units, as images."""
+
+  kernel: kontext.Key = kontext.REQUIRED
+  num_images: int = 3
+
+  @flax.struct.dataclass
+  class State(kd.metrics.AutoState["KernelImages"]):
+    images: kt.Float["n 8 8 1"] = kd.metrics.truncate_field(
+        num_field="parent.num_images")
+
+    def compute(self):
+      return np.clip(self.images + 0.5, 0, 1)  # An image is in [0, 1].
+
+  @kt.typechecked
+  def get_state(self, kernel: kt.Float["64 n"]) -> State:
+    return self.State(images=kernel.T.reshape(-1, 8, 8, 1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleParams(kd.ckpts.InitTransform):
+  """Multiplies all parameters by a number before training starts."""
+
+  by: float
+
+  def transform(self, state):
+    scaled = jax.tree.map(lambda param: param * self.by, state.params)
+    return state.replace(params=scaled)
+
+
+class LargestWeight(kd.evals.EvaluatorBase):
+  """Writes the largest weight of each layer."""
+
+  def evaluate(self, state, step):
+    params = jax.device_get(state.params)
+    largest = {name: float(np.abs(layer["kernel"]).max())
+               for name, layer in params.items()}
+    self.writer.write_scalars(step=step, scalars=largest)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class SkipBadBatches(kd.train.TrainStep):
+  """A batch whose loss is not finite changes nothing but the step number."""
+
+  def _step(self, state, batch):
+    new_state, context = super()._step(state, batch)
+    is_good = jnp.isfinite(context.loss_total)
+    kept = jax.tree.map(lambda new, old: jnp.where(is_good, new, old),
+                        new_state, state)
+    return kept.replace(step=new_state.step), context
+
+
+def spoilt_images():
+  """Returns the training images, in the second batch of 48 a NaN."""
+  arrays = train_images()
+  arrays["image"][BATCH_SIZE] = np.nan
+  return arrays
+
+
+@section("Your own part of every kind")
+def own_parts():
+  """A summary, an init transform, an evaluator and a step, each at work."""
+  cfg = get_config()
+  cfg.workdir = new_workdir("own_parts")
+  cfg.stop_after_steps = 2  # The second batch has the NaN.
+  cfg.log_metrics_every = 1
+  cfg.train_ds.loader = lazy_tour.spoilt_images
+  cfg.train_ds.shuffle = False
+  cfg.checkpointer = None
+  cfg.train_summaries = {
+      "kernels": lazy_tour.KernelImages(kernel="params.encoder.kernel")}
+  cfg.evals = {
+      "weights": lazy_tour.LargestWeight(run=lazy_kd.evals.EveryNSteps(1))}
+
+  # The init transform halves the parameters.
+  usual = konfig.resolve(cfg).init_state()
+  cfg.init_transform = lazy_tour.ScaleParams(by=0.5)
+  initial = jax.device_get(konfig.resolve(cfg).init_state())
+  usual_weights = np.asarray(usual.params["head"]["kernel"])
+  agree("first weight", found=initial.params["head"]["kernel"][0, 0],
+        half_of_the_usual=usual_weights[0, 0] / 2)
+
+  # With our own step, the batch with the NaN changes nothing.
+  cfg.trainstep = lazy_tour.SkipBadBatches()
+  trainer = konfig.resolve(cfg)
+  state, _ = trainer.train()
+  agree("steps taken", found=int(state.step), expected=2)
+  usual_cfg = get_config()
+  usual_cfg.workdir = cfg.workdir
+  usual_trainer = konfig.resolve(usual_cfg)
+  expected = initial
+  for batch in trainer.train_ds.take(1).device_put(trainer.sharding.batch):
+    expected, _ = usual_trainer.trainstep.step(expected, batch)
+  agree("distance from the usual step on the good batch", rtol=0,
+        found=distance(state.params, expected.params), expected=0.0)
+
+  # What summary and evaluator wrote.
+  _, images = read_events(cfg.workdir, "summaries/kernels")
+  agree("images at step 0", found=len(images[0]) - 2, expected=3)
+  steps, largest = read_events(cfg.workdir, "head", "weights")
+  agree("evaluated at steps", found=tuple(steps), expected=(0, 1))
+  agree("largest weight of the head at step 0", written=largest[0],
+        by_hand=np.abs(initial.params["head"]["kernel"]).max())
+
+# %% [markdown]
+# ## An experiment of your own
+#
+# To end with, a whole experiment on another problem, to copy and start from. It
+# uses nothing that was not shown above. Given a noisy signal, the model is to
+# say two things about it: its frequency, and its amplitude. But the amplitude
+# was measured for some of the signals only. So there are two heads and two
+# losses, one of them masked, and R squared as a metric, which is no mean of
+# batches.
+#
+# First what is yours, which in a project would be `project.py`.
+
+# %%
+NUM_SAMPLES = 32  # Of a signal.
+
+
+def signals(num_signals, seed):
+  """Returns noisy sine waves and what is known of them.
+
+  signal (n, 32, 1); frequency, in periods of a signal, amplitude, and
+  is_measured, which is 1 where the amplitude counts and else 0, each (n, 1).
   """
-  with kt.Config(typechecking_enabled=False):  # It stays so if this raises.
-    assert kt.typechecked(centered)(np.eye(5), np.eye(1)).ndim == 2, "refused"
-  t, newer = kd.typing, judge(kt, kt.KTypeCheckError, kt.shape)
-  older = judge(t, t.TypeCheckError, t.Shape)
-  assert newer == TYPES | {x: [(y, y)] for x, (y, _) in SPECS.items()}, newer
-  agreed = {x for x in newer if newer[x] == older.get(x)}
-  show("agreed on", " ".join(sorted(agreed)))
-  assert agreed == {*SPECS} - {"+c a", "b? a", "a*c"} | {*"""Array Bool UInt8
-      Num UInt32 Float Float32 Complex Complex64""".split()}, older
-  for name, x in itertools.product(TYPES.keys() - {"BFloat16"}, ("X", "Tf")):
-    found = getattr(kt, x + name).__name__, dtypes_of(getattr(kt, x + name))
-    assert found == (x + name, TYPES[name] if x == "X" else []), found
-  refused = raises(t.TypeCheckError, t.check_type, np.ones(3), t.Float["4"])
-  return dict(older=str(older), newer=str(newer), refused=first_line(refused))
+  rng = np.random.default_rng(seed)
+  frequency = rng.uniform(1, 3, size=(num_signals, 1))
+  amplitude = rng.uniform(0.5, 1.5, size=(num_signals, 1))
+  phase = rng.uniform(0, 2 * np.pi, size=(num_signals, 1))
+  is_measured = rng.integers(2, size=(num_signals, 1))
 
-# %% 20. There is more, and each kind has a base class
-PARTS = {  # Package and base class, if all have one -> names not used so far.
-    "losses.Loss": "AbsoluteValue Huber L1 L2 SigmoidBinaryCrossEntropy Value",
-    "metrics.Metric": """Accuracy Ari BinaryAccuracy LpipsVgg NoopMetric Psnr
-        Precision1 RocAuc SingleDimension Ssim TreeReduce""",
-    "metrics.State": "AverageState CollectFirstState CollectingState",
-    "data.Pipeline": "py.HuggingFace py.Json py.Mix py.SelectFromDatasets",
-    "data.MapTransform": "AddConstants Cast CenterCrop Gather Rearrange Resize",
-    "ckpts": "BaseCheckpointer InitTransform MultiTransform NoopTransform",
-    "summaries": """Histogram PointCloud ShowBoxes ShowDifferenceImages
-        ShowPointCloud ShowSegmentations ShowTexts""",
-    "konfig": "WithRef export export_qualname mock_modules ref_copy required"}
+  time = np.arange(NUM_SAMPLES) / NUM_SAMPLES
+  signal = amplitude * np.sin(2 * np.pi * frequency * time + phase)
+  signal += rng.normal(scale=0.1, size=signal.shape)
+  # Where nothing was measured there is a number that must not count.
+  amplitude = np.where(is_measured == 1, amplitude, -1.0)
+  arrays = {"signal": signal[..., None], "frequency": frequency,
+            "amplitude": amplitude, "is_measured": is_measured}
+  return {name: array.astype(np.float32) for name, array in arrays.items()}
 
-@section("There is more, and each kind of part has a base class")
-def base_classes():
-  """Your own loss, metric, pipeline or transform derives as these do."""
-  for path, names in PARTS.items():
-    base, package = kontext.get_by_path(kd, path), path.partition(".")[0]
-    new = [kontext.get_by_path(kd, f"{package}.{x}") for x in names.split()]
-    assert all(issubclass(x, base) for x in new if inspect.isclass(base)), new
-    show(f"kd.{path}", textwrap.shorten(names, 50, placeholder=" ..."))
-  return dict(parts=str(PARTS))
 
-# %% The report, for whoever upgrades something
-CONSTANTS = bool, int, float, str, tuple
-KNOWN_FAULTS = {  # Words of a failure -> its cause, and what to move.
-    "attribute 'prng'": "etils < 1.15.0 with jax >= 0.10.2: move etils",
-    "_check_prng_key": "kauldron < 1.4.2 with jax >= 0.10.2: move kauldron",
-    "argument 'memo'": "kauldron < 1.4 with typeguard >= 4.5: move kauldron"}
+def train_signals():
+  """Returns the signals one by one, for PyGrain."""
+  arrays = signals(2048, seed=SEED)
+  return [{name: array[i] for name, array in arrays.items()}
+          for i in range(2048)]
 
-def describe(path, value, surface):
-  """Adds path -> a signature or constant, and what is below it in a class."""
-  made = getattr(value, "__dataclass_params__", "")
-  call = value.__init__ if made else value
-  try:  # Also the signature that `functools.wraps` hides.
-    text = " ".join(dict.fromkeys(map(str, (inspect.signature(call),
-        inspect.signature(call, follow_wrapped=False)))))
-  except (TypeError, ValueError):
-    text = repr(value) if isinstance(value, CONSTANTS) else type(value).__name__
-  name = getattr(value, "__qualname__", "")
-  surface[path] = re.sub(r" at 0x\w+", "", f"{name}{text}{made}")
-  if inspect.isclass(value) and path == f"{value.__module__}.{name}":
-    for name in filter(lambda x: x[0] != "_", vars(value)):
-      describe(f"{path}.{name}", getattr(value, name), surface)
 
-def public_surface():
-  """Returns the path of each public name in Kauldron -> what it is like."""
-  for name in dir(kd):  # Namespaces are imported when they are first used.
-    with contextlib.suppress(Exception):  # One may lack something here.
-      getattr(kd, name)
-  surface = {}
-  for path in sorted(x for x in sys.modules if x.split(".")[0] == "kauldron"):
-    for name in filter(lambda x: x[0] != "_", dir(sys.modules[path])):
-      try:
-        value = getattr(sys.modules[path], name)
-      except Exception as error:  # As above.
-        value = f"{type(error).__name__}: {error}"
-      home = getattr(value, "__module__", None) or type(value).__module__
-      if (path.count(".") == 1 or home.startswith("kauldron")
-          or isinstance(value, CONSTANTS)):
-        describe(f"{path}.{name}", value, surface)
-  return surface
+def test_signals():
+  """Returns other signals, for evaluation."""
+  return signals(512, seed=SEED + 1)
 
-def differences(old, new):
-  """Returns key -> (old, new), where two dicts differ by more than rounding."""
-  pairs = {key: (old.get(key, "absent"), new.get(key, "absent"))
-           for key in sorted(old.keys() | new.keys())}
-  return {key: (x, y) for key, (x, y) in pairs.items() if x != y and not (
-      isinstance(x, float) and isinstance(y, float)
-      and np.isclose(x, y, TOLERANCE, 0))}
 
-def compare(old, new):
-  """Prints what changed between two reports; returns whether behaviour did."""
-  source = "".join(inspect.findsource(compare)[0])
-  names = new["sections"].keys() | old["sections"].keys() - set(SECTIONS)
-  passed = {name for name in sorted(names) if all(
-      x["sections"].get(name, {}).get("facts") for x in (old, new))}
-  def view(x):
-    sections = {name: x["sections"][name] for name in names & {*x["sections"]}}
-    return {"versions": x["versions"],
-            "sections": {n: f"{y['status']} {first_line(y['reason'])}".strip()
-                         for n, y in sections.items()},
-            "facts": {f"{name}.{key}": value for name in passed
-                      for key, value in sections[name]["facts"].items()},
-            "public names": old["surface"] and new["surface"] and x["surface"]}
-  changed = {title: differences(before, view(new)[title])
-             for title, before in view(old).items()}
-  print(f"\nCompared with the baseline, floats within {TOLERANCE}:")
-  for title, pairs in changed.items():
-    print(f"{len(pairs)} {title} changed")
-    for key, (x, y) in pairs.items():
-      is_used = re.search(rf"\W{key.rpartition('.')[2]}\W", source)
-      used = " (used here)" if is_used and title == "public names" else ""
-      print(wrap(f"  {key}{used}: {x} -> {y}", 78))
-  skipped = [now for _, now in changed["sections"].values() if "SKIP" in now]
-  return bool(changed["facts"] or changed["public names"] or skipped)
+class SignalModel(nn.Module):
+  """A convolution, a dense layer, and a head for each of the answers."""
 
-# %% Summary
-def summary():
-  """Prints a table of the sections that ran; returns the exit status."""
-  ended = [result["status"] for result in RESULTS.values()]
-  counts = ", ".join(f"{ended.count(x)} {x}" for x in ("PASS", "SKIP", "FAIL"))
-  print(f"\n{RESULTS}\n\n{counts} of {len(OPTIONS.sections)} sections")
-  for name, result in RESULTS.items():
-    if result["status"] != "PASS":
-      reason = first_line(result["reason"])
-      print(wrap(f"{result['status']} {name}: {reason}", 78))
-      for words, cause in KNOWN_FAULTS.items():
-        if words in result["reason"]:
-          print(wrap(f"  cause: {cause}", 78))
-      print(f"  again: {name}()" if IN_NOTEBOOK else
-            f"  again: python kauldron_tour.py --only {name}")
-  if INTERRUPTS:
-    return 130
-  return int("FAIL" in ended or (OPTIONS.strict and "SKIP" in ended))
+  signal: kontext.Key = kontext.REQUIRED
+  features: int = 16
 
-def report(status):
-  """Writes the report, compares it, and returns the exit status."""
-  new = {"schema": SCHEMA, "python": sys.version, "platform": sys.platform,
-      "devices": [str(device) for device in jax.devices()],
-      "versions": versions(), "patches": PATCHES, "sections": RESULTS,
-      "surface": public_surface() if "kauldron.train" in sys.modules else {}}
-  if OPTIONS.baseline and compare(OPTIONS.baseline, new):
-    status = status or 3
-  if OPTIONS.report == "-":
-    print(json.dumps(new, indent=1))
-  elif OPTIONS.report:  # Whole or not at all.
-    path = pathlib.Path(OPTIONS.report)
-    written = path.with_name(f"{path.name}.{os.getpid()}")
-    written.write_text(json.dumps(new, indent=1))
-    written.replace(path)
+  @nn.compact
+  def __call__(self, signal):
+    x = nn.Conv(self.features, kernel_size=(9,), strides=(2,),
+                name="conv")(signal)
+    x = nn.relu(x)
+    x = x.reshape(x.shape[0], -1)
+    x = nn.relu(nn.Dense(32, name="encoder")(x))
+    return {"frequency": nn.Dense(1, name="frequency_head")(x),
+            "amplitude": nn.Dense(1, name="amplitude_head")(x)}
+
+
+@dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
+class RSquared(kd.metrics.Metric):
+  """1 - (mean squared error) / (variance of the targets): 1 is perfect, 0 is no
+  better than always to say the mean."""
+
+  preds: kontext.Key = kontext.REQUIRED
+  targets: kontext.Key = kontext.REQUIRED
+  mask: kontext.Key | None = None
+
+  @flax.struct.dataclass
+  class State(kd.metrics.AutoState["RSquared"]):
+    """Sums over the examples that count."""
+
+    count: kt.Float[""] = kd.metrics.sum_field()
+    target: kt.Float[""] = kd.metrics.sum_field()
+    squared_target: kt.Float[""] = kd.metrics.sum_field()
+    squared_error: kt.Float[""] = kd.metrics.sum_field()
+
+    def compute(self):
+      mean = self.target / self.count
+      variance = self.squared_target / self.count - mean ** 2
+      return float(1 - self.squared_error / self.count / variance)
+
+  @kt.typechecked
+  def get_state(self, preds: kt.Float["*b 1"], targets: kt.Float["*b 1"],
+                mask: kt.Float["*b 1"] | None = None) -> State:
+    if mask is None:
+      mask = jnp.ones(targets.shape)
+    return self.State(
+        count=mask.sum(),
+        target=(mask * targets).sum(),
+        squared_target=(mask * targets ** 2).sum(),
+        squared_error=(mask * (preds - targets) ** 2).sum())
+
+# %% [markdown]
+# Then the config. In a project it has a file of its own, and what is
+# `lazy_tour` here is `project` there.
+
+# %%
+def get_signal_config():
+  """Returns the config of the experiment; its workdir is still to be set."""
+  cfg = lazy_kd.train.Trainer()
+  cfg.seed = SEED
+  cfg.train_ds = lazy_kd.data.py.DataSource(
+      data_source=lazy_tour.train_signals(),
+      batch_size=64,
+      shuffle=True,
+      num_workers=0)
+  cfg.model = lazy_tour.SignalModel(signal="batch.signal")
+  cfg.train_losses = {
+      "frequency": lazy_kd.losses.L2(
+          preds="preds.frequency", targets="batch.frequency"),
+      "amplitude": lazy_kd.losses.L2(
+          preds="preds.amplitude", targets="batch.amplitude",
+          mask="batch.is_measured", weight=4.0)}
+  cfg.train_metrics = {
+      "frequency": lazy_tour.RSquared(
+          preds="preds.frequency", targets="batch.frequency"),
+      "amplitude": lazy_tour.RSquared(
+          preds="preds.amplitude", targets="batch.amplitude",
+          mask="batch.is_measured")}
+  cfg.train_summaries = {
+      "encoder": lazy_kd.summaries.HistogramSummary(
+          tensor="interms.encoder.__call__[0]")}
+
+  cfg.num_train_steps = 200
+  cfg.schedules = {
+      "learning_rate": lazy_optax.cosine_decay_schedule(
+          init_value=0.02, decay_steps=cfg.ref.num_train_steps)}
+  cfg.optimizer = lazy_optax.adam(
+      learning_rate=cfg.ref.schedules["learning_rate"])
+
+  cfg.eval_ds = lazy_kd.data.InMemoryPipeline(
+      loader=lazy_tour.test_signals, batch_size=64, num_epochs=1)
+  cfg.evals = {
+      "test": lazy_kd.evals.Evaluator(run=lazy_kd.evals.EveryNSteps(50))}
+  cfg.log_metrics_every = 50
+  cfg.log_summaries_every = 50
+  cfg.checkpointer = lazy_kd.ckpts.Checkpointer(save_interval_steps=50)
+  cfg.profiler = None
+  return cfg
+
+
+@section("An experiment of your own")
+def own_experiment():
+  """Another problem: trained, interrupted, resumed and evaluated."""
+  cfg = get_signal_config()
+  cfg.workdir = new_workdir("own_experiment")
+
+  # Are all keys right? This takes no step.
+  paths = kontext.flatten_with_path(konfig.resolve(cfg).context_specs)
+  show("paths that a key may name", len(paths))
+
+  # Half of it, then the other half. Step 100, the one after the checkpoint, is
+  # taken in both, and logged twice.
+  cfg.stop_after_steps = 101
+  konfig.resolve(cfg).train()
+  cfg.stop_after_steps = None
+  trainer = konfig.resolve(cfg)
+  agree("goes on at step", found=trainer.checkpointer.latest_step,
+        expected=100)
+  state, _ = trainer.train()
+
+  # What the evaluator wrote on the way.
+  for name in ("frequency", "amplitude"):
+    steps, values = read_events(cfg.workdir, f"metrics/{name}", "test")
+    for step, value in zip(steps, values, strict=True):
+      show(f"R squared of the {name} at step {step}", value)
+    assert values[-1] > 0.8, values
+
+  # The same by hand, for the state at the end.
+  aux = trainer.evals["test"].evaluate(state=state, step=201)
+  values = aux.compute()
+  test = test_signals()
+  apply = jax.jit(trainer.model.apply)
+  preds = jax.device_get(apply({"params": state.params}, test["signal"]))
+  counts = test["is_measured"] == 1
+  targets = test["amplitude"][counts]
+  errors = preds["amplitude"][counts] - targets
+  agree("R squared of the amplitude",
+        kauldron=values.metric_values["metrics/amplitude"],
+        by_hand=1 - np.mean(errors ** 2) / targets.var())
+  agree("loss of the amplitude, with its weight",
+        kauldron=values.loss_values["losses/amplitude"],
+        by_hand=4 * np.mean(errors ** 2))
+
+# %% [markdown]
+# From here: change one line of the config and train again (section `sweep`),
+# keep the best checkpoint (`best_checkpoint`), freeze a head
+# (`frozen_weights`). Kauldron's documentation is at kauldron.readthedocs.io,
+# its source on GitHub in google-research/kauldron. Some of what the
+# documentation teaches does not work in a published Kauldron (1.4.2 and 1.4.4):
+# `kd.data.tf`, most of `kd.contrib`, `kd.train.Trainer.eval_only()`, and the
+# command `kauldron`.
+
+# %% The command line (skip this) jupyter={"source_hidden": true}
+def stop(sentence):
+  """Ends a run that makes no sense: one sentence, exit status 2."""
+  print(f"kauldron_tour: {sentence}", file=sys.stderr)
+  sys.exit(2)
+
+
+def refuse_hidden_modules():
+  """Stops if a file beside the script hides the module that has its name."""
+  from importlib.machinery import PathFinder
+  folder, *others = sys.path
+  if folder != os.path.dirname(FILE):  # As `python -P` has it.
+    return
+  names = {name.partition(".")[0] for name in os.listdir(folder)}
+  for name in sorted(names - {"test", "tests"}):
+    beside = PathFinder.find_spec(name, [folder])
+    hidden = PathFinder.find_spec(name, others)
+    if (beside and beside.origin and hidden
+        and hidden.origin != beside.origin):
+      stop(f"{beside.origin} hides the module {name!r}; rename it, or move "
+           "the tour to a folder of its own.")
+
+
+def read_options(arguments):
+  """Returns the options; `sections` maps names that are to run to titles."""
+  source = pathlib.Path(FILE).read_text(encoding="utf-8")
+  found = re.findall(r'^@section\("(.+)"\)\ndef (\w+)', source, re.MULTILINE)
+  titles = {name: title for title, name in found}
+
+  parser = argparse.ArgumentParser(
+      "kauldron_tour.py", description="Teaches Kauldron by running it.",
+      epilog="A NAME may be a number. Exit status: 0 passed, 1 a section "
+      "failed, 2 wrong usage or no Kauldron, 130 interrupted.")
+  parser.error = lambda message: stop(f"{message}; --help explains.")
+  add = parser.add_argument
+  add("--list", action="store_true", help="list the sections and exit")
+  add("--only", nargs="+", metavar="NAME", default=titles, help="run these")
+  add("--skip", nargs="+", metavar="NAME", default=[], help="leave these out")
+  add("--strict", action="store_true", help="a SKIP counts as a failure")
+  add("--workdir", metavar="DIR", help="keep runs and pictures below DIR")
+  add("--report", metavar="FILE", help="write the results as JSON to FILE")
+  options = parser.parse_args(arguments)
+
+  numbered = {str(number): name for number, name in enumerate(titles)}
+  only = {numbered.get(name, name) for name in options.only}
+  skip = {numbered.get(name, name) for name in options.skip}
+  for name in sorted(only | skip):
+    if name not in titles:
+      stop(f"there is no section {name!r}; --list shows them all.")
+  options.sections = {
+      name: title for name, title in titles.items() if name in only - skip}
+  if not options.sections:
+    stop("--only and --skip leave no section to run.")
+  if options.list:
+    for number, (name, title) in enumerate(titles.items()):
+      print(f"{number:2} {name:18} {title}")
+    sys.exit()
+
+  if "://" in (options.workdir or ""):
+    stop(f"--workdir {options.workdir}: only a directory of this machine will "
+         "do.")
+  try:
+    if options.workdir:
+      options.workdir = pathlib.Path(options.workdir).expanduser().absolute()
+      options.workdir.mkdir(parents=True, exist_ok=True)
+      tempfile.TemporaryFile(dir=options.workdir).close()
+    if options.report:  # To a device, as /dev/stdout may be, it is added.
+      mode = "a" if options.report.startswith("/dev/") else "w"
+      options.report = open(options.report, mode, encoding="utf-8")
+  except (OSError, RuntimeError) as error:  # The latter if there is no home.
+    stop(f"cannot write there: {str(error).rstrip('.')}.")
+  return options
+
+
+def on_error(kind, error, trace):
+  """Ends a run that an error outside a section, or Ctrl-C, has cut short."""
+  del trace
+  if kind is SystemExit:  # As under `python -i`.
+    return
+  if kind is BrokenPipeError:  # As after `| head`: there is nobody to tell.
+    os._exit(141)
+  if kind is not KeyboardInterrupt:
+    described = describe(error)
+    for name, title in OPTIONS.sections.items():
+      RESULTS.setdefault(name, {"title": title, "status": "FAIL",
+                                "seconds": 0.0, "facts": {}, **described})
+  status = finish()
+  sys.exit(130 if kind is KeyboardInterrupt else status)
+
+
+def finish():
+  """Prints the summary, writes the report; returns the exit status."""
+  status = print_summary()
+  try:
+    if OPTIONS.report:
+      write_report()
+  except OSError as error:
+    stop(f"cannot write the report: {error}.")
   return status
 
-if RUNS:
-  status = summary()
-  if OPTIONS.report or OPTIONS.baseline:
-    status = report(status)
-  if not IN_NOTEBOOK:
-    gc.freeze()  # Taking everything apart would cost two seconds.
-    sys.exit(status)
-elif __name__ == "__main__":
-  for name in OPTIONS.sections:
-    print(f"{SECTIONS.index(name):2} {name:18} {globals()[name].title}")
+
+def print_summary():
+  """Prints how the sections ended, and why; returns the exit status."""
+  print("\nSummary\n-------")
+  for name, result in RESULTS.items():
+    number = list(SECTIONS).index(name) if name in SECTIONS else "-"
+    print(f"  {result['status']} {result['seconds']:5.1f} s  {number:2} "
+          f"{result['title']}")
+  ended = [result["status"] for result in RESULTS.values()]
+  counts = ", ".join(f"{ended.count(x)} {x}" for x in ("PASS", "SKIP", "FAIL"))
+  print(f"\n{counts} of {len(ended)} sections")
+
+  # What went wrong: each cause once, with the sections that it took.
+  causes = {}
+  for name, result in RESULTS.items():
+    if result["status"] != "PASS":
+      own = "" if result["library"] else result["where"]
+      cause = result["status"], result["reason"], own
+      causes.setdefault(cause, []).append(name)
+  for (status, reason, _), names in causes.items():
+    first = RESULTS[names[0]]
+    print()
+    for text in (f"{status}: {headline(reason)}", first["where"],
+                 first["library"]):
+      if text:
+        print(textwrap.fill(text, 79, subsequent_indent="    ", max_lines=4,
+                            break_on_hyphens=False))
+    again = f"again: python kauldron_tour.py --only {' '.join(names)}"
+    print(textwrap.fill(again, 79, subsequent_indent="    "))
+  if "FAIL" in ended and SETTINGS:
+    print(textwrap.fill(f"\nset from outside: {SETTINGS}", 79,
+                        subsequent_indent="    "))
+
+  strict = OPTIONS is not None and OPTIONS.strict
+  return int("FAIL" in ended or (strict and "SKIP" in ended))
+
+
+def write_report():
+  """Writes versions and RESULTS as JSON where --report says."""
+  versions = {x.name: x.version for x in importlib.metadata.distributions()}
+  report = {
+      "schema": 2, "python": sys.version, "platform": sys.platform,
+      "versions": versions, "patches": globals().get("PATCHES", {}),
+      "sections": RESULTS}
+  sys.stdout.flush()  # The report may go there, too.
+  with OPTIONS.report as file:
+    print(json.dumps(report, indent=1), file=file)
+
+# %%
+if RUNNING and not AS_SCRIPT and print_summary():
+  raise RuntimeError("A section failed.")

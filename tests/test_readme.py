@@ -6,13 +6,14 @@ import re
 
 import kauldron_tour
 from packaging import requirements
+import pytest
 
 ROOT = pathlib.Path(kauldron_tour.__file__).parent
 README = (ROOT / "README.md").read_text()
 REQUIREMENTS = (ROOT / "requirements.txt").read_text()
 
 
-def _table(header):
+def table(header):
   """Returns the rows of the table that has this header, as lists of cells."""
   _, _, rest = README.partition(f"| {header} |\n")
   assert rest, header
@@ -20,8 +21,13 @@ def _table(header):
   return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
-def _options(monkeypatch):
-  """Returns the tour's options with their metavars -> help."""
+def test_sections():
+  expected = [[f"`{name}`", function.title]
+              for name, function in kauldron_tour.SECTIONS.items()]
+  assert table("section | claim") == expected
+
+
+def test_options(monkeypatch):
   seen = {}
   add = argparse.ArgumentParser.add_argument
 
@@ -32,64 +38,46 @@ def _options(monkeypatch):
     return add(parser, *names, **kwargs)
 
   monkeypatch.setattr(argparse.ArgumentParser, "add_argument", record)
-  kauldron_tour.parse_options([])
-  return {name: text for name, text in seen.items() if name.startswith("`--")}
-
-
-def test_sections():
-  expected = [
-      [str(number), f"`{name}`", getattr(kauldron_tour, name).title]
-      for number, name in enumerate(kauldron_tour.SECTIONS)]
-  assert _table("section | name | claim") == expected
-
-
-def test_options(monkeypatch):
-  assert dict(_table("option | effect")) == _options(monkeypatch)
+  kauldron_tour.read_options([])
+  options = {name: text for name, text in seen.items() if name[1:3] == "--"}
+  assert dict(table("option | effect")) == options
 
 
 def test_exit_statuses(capsys):
-  statuses = [row[0] for row in _table("status | meaning")]
-  try:
-    kauldron_tour.parse_options(["--help"])
-  except SystemExit:
-    pass
+  with pytest.raises(SystemExit):
+    kauldron_tour.read_options(["--help"])
   text = " ".join(capsys.readouterr().out.split())
   documented = text.partition("Exit status:")[2]
+  statuses = [row[0] for row in table("status | meaning")]
   assert statuses == re.findall(r"\d+", documented)
 
 
 def test_commands_parse():
-  commands = re.findall(r"python kauldron_tour\.py((?: [-\w]+)*)", README)
+  commands = re.findall(r"kauldron_tour\.py((?: --[-\w]+(?: \w+)*)+)", README)
   assert commands
   for arguments in commands:
-    assert kauldron_tour.parse_options(arguments.split()).sections
+    assert kauldron_tour.read_options(arguments.split()).sections
 
 
 def test_make_targets_exist():
   makefile = (ROOT / "Makefile").read_text()
-  for target in re.findall(r"`?make (\w+)", README):
-    if target not in ("each",):
-      assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+  targets = re.findall(r"(?:`|    |\d )make (\w+)", README)
+  assert len(targets) > 3
+  for target in targets:
+    assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_versions():
+@pytest.mark.parametrize("row", table("Python | Kauldron | JAX | Flax"),
+                         ids=lambda row: row[0])
+def test_versions(row):
   pins = [requirements.Requirement(line.removesuffix(" \\"))
           for line in REQUIREMENTS.splitlines() if re.match(r"\w", line)]
-  for pythons, *versions in _table("Python | Kauldron | JAX | Flax"):
-    for python in pythons.split(", "):
-      environment = {"python_version": python,
-                     "python_full_version": f"{python}.0",
-                     "platform_machine": "x86_64", "sys_platform": "linux"}
-      found = {pin.name: str(pin.specifier) for pin in pins
-               if not pin.marker or pin.marker.evaluate(environment)}
-      for name, version in zip(
-          ("kauldron", "jax", "flax"), versions, strict=True):
-        assert found[name] == f"=={version}", python
-
-
-def test_last_lines():
-  count = len(kauldron_tour.SECTIONS)
-  assert f"\n{count} PASS, 0 SKIP, 0 FAIL of {count} sections\n" in README
-  for name in kauldron_tour.SECTIONS:
-    title = getattr(kauldron_tour, name).title
-    assert README.count(title) == 2, title
+  pythons, *versions = row
+  for python in pythons.split(", "):
+    environment = {"python_version": python,
+                   "python_full_version": f"{python}.0",
+                   "platform_machine": "x86_64", "sys_platform": "linux"}
+    found = {pin.name: str(pin.specifier) for pin in pins
+             if not pin.marker or pin.marker.evaluate(environment)}
+    expected = [f"=={version}" for version in versions]
+    assert [found[name] for name in ("kauldron", "jax", "flax")] == expected

@@ -3,87 +3,104 @@
 import ast
 import json
 import os
-import pathlib
 import re
 import shlex
+import shutil
+import subprocess
 import sys
+import threading
 import tomllib
 
 import kauldron_tour
 import pytest
 
-SCRIPT = pathlib.Path(kauldron_tour.__file__)
+from conftest import SCRIPT
+from conftest import outside
+
+SOURCE = SCRIPT.read_text()
+TITLES = {name: function.title
+          for name, function in kauldron_tour.SECTIONS.items()}
+PART_ONE = list(TITLES)[:list(TITLES).index("real_trainer")]
+TRIO = ["--only", "config_tree", "mock_modules", "config_errors"]
 
 
-def _is_refused(process, *words):
+def changed(folder, name, statement):
+  """Returns the path of a tour in which a section begins with a statement."""
+  start = re.compile(rf'(\ndef {name}\(\):\n  """.*?"""\n)', re.DOTALL)
+  source, count = start.subn(rf"\1  {statement}\n", SOURCE)
+  assert count == 1
+  path = folder / "kauldron_tour.py"
+  path.write_text(source)
+  return path
+
+
+def is_refused(process, *words):
   """Checks for exit status 2 and one sentence, with nothing left behind."""
   assert process.returncode == 2, process
   assert process.stdout == ""
-  assert process.stderr.count("\n") == 1, process.stderr
-  assert re.match(r"kauldron_tour: .+\.$", process.stderr), process.stderr
+  assert re.fullmatch(r"kauldron_tour: .+\.\n", process.stderr), process.stderr
   for word in words:
     assert word in process.stderr
   assert process.left_behind == []
 
 
+def is_readable(text):
+  """Checks that lines fit on a screen, without spaces at their ends."""
+  for line in text.splitlines():
+    assert len(line) <= 80, line
+    assert line == line.rstrip(), line
+
+
+def summary_of(process):
+  """Returns what was printed below the heading of the summary."""
+  _, heading, summary = process.stdout.partition("\nSummary\n-------\n")
+  assert heading, process
+  return summary
+
+
 def test_whole_tour(whole_tour):
   process, _ = whole_tour
+  assert process.returncode == 0, process
   assert process.stderr == ""
-  assert process.returncode == 0, process.stdout
-  last = len(kauldron_tour.SECTIONS)
-  assert f"{last} PASS, 0 SKIP, 0 FAIL of {last} sections" in process.stdout
-  assert max(map(len, process.stdout.splitlines())) <= 80
-  assert process.stdout.endswith("sections\n"), "something came afterwards"
+  count = len(TITLES)
+  assert process.stdout.endswith(
+      f"\n{count} PASS, 0 SKIP, 0 FAIL of {count} sections\n")
+  is_readable(process.stdout)
   assert process.left_behind == []
 
 
-def test_the_pinned_packages_differ_in_nothing_from_themselves(
-    script, whole_tour):
-  process = script("--baseline", whole_tour[0].report_path)
-  assert process.returncode == 0, process.stdout
-  assert "\n0 facts changed\n" in process.stdout
-  assert "\n0 public names changed\n" in process.stdout
+def test_part_one_is_on_screen_before_tensorflow(whole_tour):
+  before, _, after = whole_tour[0].stdout.partition("Importing TensorFlow")
+  assert re.findall(r"^PASS (\w+)", before, re.MULTILINE) == PART_ONE
+  assert "\nPASS real_trainer" in after
 
 
-def test_another_folder_and_a_space_in_the_path(script, tmp_path):
-  copy = tmp_path / "a folder" / "kauldron_tour.py"
-  copy.parent.mkdir()
-  copy.write_text(SCRIPT.read_text())
-  process = script("--only", "1", "6", path="a folder/kauldron_tour.py")
-  assert process.returncode == 0, process
-  assert process.stderr == ""
-  assert os.listdir(copy.parent) == [copy.name]
-
-
-def test_part_one_is_on_screen_before_tensorflow(script):
-  process = script("--only", "1", "real_trainer")
-  before, _, after = process.stdout.partition("Importing TensorFlow")
-  assert "PASS" in before
-  assert "PASS" in after
-
-
-@pytest.mark.parametrize("name", ["0", "1", "2", "3", "4", "5"])
-def test_part_one_does_not_import_tensorflow(script, name, tmp_path):
+def test_part_one_does_not_import_tensorflow(script, tmp_path):
   probe = tmp_path / "sitecustomize.py"
   probe.write_text("import atexit, sys\natexit.register("
                    "lambda: print('tensorflow' in sys.modules))\n")
-  process = script("--only", name, PYTHONPATH=str(tmp_path))
+  process = script("--only", *PART_ONE, PYTHONPATH=str(tmp_path))
   assert process.returncode == 0, process
   assert process.stdout.endswith("\nFalse\n")
+
+
+# Options.
 
 
 def test_list(script):
   process = script("--list")
   assert process.returncode == 0, process
-  names = [line.split()[1] for line in process.stdout.splitlines()]
-  assert names == kauldron_tour.SECTIONS
+  assert process.stderr == ""
+  lines = [line.split(maxsplit=2) for line in process.stdout.splitlines()]
+  assert lines == [[str(number), name, title]
+                   for number, (name, title) in enumerate(TITLES.items())]
 
 
 def test_only_and_skip_by_name_and_number(script):
-  process = script("--only", "0", "key_paths", "4", "--skip", "shape_checker")
+  process = script("--only", "0", "mock_modules", "1", "--skip", "config_tree")
   assert process.returncode == 0, process
-  ran = re.findall(r"^\[(\d+)/", process.stdout, re.MULTILINE)
-  assert ran == ["00", "03"]
+  ran = re.findall(r"^PASS (\w+)", process.stdout, re.MULTILINE)
+  assert ran == ["where_we_are", "mock_modules"]
 
 
 @pytest.mark.parametrize("arguments, word", [
@@ -93,162 +110,319 @@ def test_only_and_skip_by_name_and_number(script):
     (["--only", "0", "--skip", "where_we_are"], "no section"),
     (["--no-such-option"], "--no-such-option"),
     (["--only"], "--only"),
-    (["--only", "0", "--workdir", str(SCRIPT / "below_a_file")], "--workdir"),
-])
-def test_wrong_usage(script, arguments, word):
-  _is_refused(script(*arguments), word)
-
-
-def test_optimized_python(script):
-  _is_refused(script("--list", python=["-O"]), "-O")
+    (["--workdir", str(SCRIPT / "below_a_file")], "below_a_file"),
+    (["--workdir", "gs://bucket/tour"], "gs://bucket/tour"),
+    (["--workdir", "s3://bucket/tour"], "s3://bucket/tour"),
+    (["--workdir", "~no_such_user/tour"], "home"),
+    (["--report", "no/such/folder/r.json"], "No such file"),
+    (["--report", "."], "Is a directory"),
+    (["--report", "gs://bucket/r.json"], "No such file"),
+], ids=" ".join)
+def test_wrong_usage(script, arguments, word, tmp_path):
+  is_refused(script(*arguments), word)
+  assert os.listdir(tmp_path) == ["tmp"]
 
 
 def test_kauldron_is_missing(script):
-  """The command that is printed installs what the PEP 723 block asks for."""
+  """The command that is printed is part of what the PEP 723 block asks for."""
   process = script(python=["-S"])
-  _is_refused(process, "kauldron is not installed", "3.11 to 3.13")
+  is_refused(process, "kauldron is not installed", "3.11 to 3.13")
   _, command, _ = process.stderr.split("`")
-  comment = SCRIPT.read_text().partition("# /// script\n")[2]
-  block = re.sub("^# ?", "", comment.partition("# ///\n")[0], flags=re.M)
-  needed = tomllib.loads(block)["dependencies"]
-  assert shlex.split(command) == [
-      sys.executable, "-m", "pip", "install", *needed]
-  assert kauldron_tour.REQUIREMENTS == needed
+  comment = SOURCE.partition("# /// script\n")[2].partition("# ///\n")[0]
+  needed = tomllib.loads(re.sub("^# ?", "", comment, flags=re.MULTILINE))
+  pip, install, *asked = shlex.split(command)
+  assert (pip, install) == ("pip", "install")
+  assert "kauldron" in asked[0]
+  assert set(asked) <= set(needed["dependencies"])
 
 
-def test_an_old_python_is_told_which_will_do(script, tmp_path):
-  ast.parse(SCRIPT.read_text(), feature_version=(3, 8))  # It gets that far.
-  old = tmp_path / "sitecustomize.py"
-  old.write_text("import sys\nsys.version_info = (3, 10, 13)\n")
-  _is_refused(script(PYTHONPATH=str(tmp_path)), "3.11 to 3.13")
+def test_an_old_python_gets_as_far_as_the_sentence():
+  ast.parse(SOURCE, feature_version=(3, 8))
+
+
+def test_workdir_keeps_runs_and_pictures(forked, tmp_path):
+  foreign = tmp_path / "out" / "real_trainer" / "foreign"
+  foreign.parent.mkdir(parents=True)
+  foreign.write_text("mine")
+  for count in (1, 2):
+    process = forked("--only", "config_references", "real_trainer",
+                     "--workdir", "out")
+    assert process.returncode == 0, process
+    assert process.stderr == ""
+    assert process.left_behind == []
+    runs = list((tmp_path / "out").glob("real_trainer_*"))
+    assert len(runs) == count
+    assert all((run / "config.json").exists() for run in runs)
+  picture = tmp_path / "out" / "real_trainer.png"
+  assert picture.read_bytes().startswith(b"\x89PNG")
+  assert list(foreign.parent.iterdir()) == [foreign]
+
+
+@pytest.mark.parametrize("name", ["#", "%20", "\u00e9\u2713", "?", "*", "{}", "'"])
+def test_workdir_of_any_name(forked, tmp_path, name):
+  process = forked("--only", "rebuilt_run", "--workdir", name)
+  assert process.returncode == 0, process
+  assert list((tmp_path / name).glob("moved_*"))
+
+
+def test_two_tours_at_once_in_one_work_directory(tmp_path):
+  command = [sys.executable, SCRIPT, "--only", "mock_modules", "real_trainer",
+             "--workdir", tmp_path]
+  environ = outside(tmp_path)
+  with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE) as first:
+    second = subprocess.run(command, env=environ, capture_output=True,
+                            text=True, check=False)
+    first.communicate()
+  assert (second.returncode, second.stderr) == (0, "")
+  assert first.returncode == 0
+  assert len(list(tmp_path.glob("real_trainer_*"))) == 2
+
+
+# What fails.
 
 
 def test_a_failing_section_ends_with_1_and_the_others_run(script, tmp_path):
-  broken = tmp_path / "renamed.py"
-  broken.write_text(SCRIPT.read_text().replace(
-      "cfg[1].learning_rate = 0.4", "cfg[1].learning_rate = 0.3"))
-  process = script("--only", "1", "2", path=broken)
+  path = changed(tmp_path, "config_tree", 'konfig.resolve(konfig.ConfigDict('
+                 '{"__qualname__": "optax:no_such_name"}))')
+  process = script(*TRIO, "--report", "r.json", path=path)
   assert process.returncode == 1, process
   assert process.stderr == ""
-  assert "1 PASS, 0 SKIP, 1 FAIL of 2 sections" in process.stdout
-  assert "assert updates[0] == updates[1]" in process.stdout
   assert process.left_behind == []
-  assert "--only config_tree" in process.stdout
+  is_readable(process.stdout)
+  summary = summary_of(process)
+  assert "\n2 PASS, 0 SKIP, 1 FAIL of 3 sections\n" in summary
+  assert "no_such_name" in summary
+  assert "in config_tree: konfig.resolve(" in summary
+  assert "again: python kauldron_tour.py --only config_tree\n" in summary
+
+  sections = json.loads((tmp_path / "r.json").read_text())["sections"]
+  assert sections["mock_modules"]["status"] == "PASS"
+  failed = sections["config_tree"]
+  assert failed["status"] == "FAIL"
+  assert failed["reason"].startswith("AttributeError: ")
+  assert "konfig.resolve(" in failed["where"]
+  assert re.match(r"(kauldron|optax)/\S+\.py:\d+ in \w+", failed["library"])
+
+
+def test_causes_are_grouped(script, tmp_path):
+  path = changed(tmp_path, "config_tree", 'raise ValueError("the cause")')
+  path = tmp_path / "kauldron_tour.py"
+  source = path.read_text()
+  line = '  raise ValueError("the cause")\n'
+  for name in ("mock_modules", "config_errors"):
+    start = re.search(rf'\ndef {name}\(\):\n  """.*?"""\n', source, re.DOTALL)
+    source = source[:start.end()] + line + source[start.end():]
+  shared = "def fail():\n" + line
+  source = source.replace(line, "  fail()\n")
+  source = source.replace("\n# %% Setup\n", f"\n# %% Setup\n{shared}\n")
+  path.write_text(source)
+  process = script(*TRIO, path=path)
+  assert process.returncode == 1, process
+  summary = summary_of(process)
+  assert summary.count("the cause") == 1
+  assert summary.count("again: ") == 1
+  assert "--only config_tree mock_modules config_errors" in summary
+
+
+def break_import(folder, name):
+  """Makes an import of a module fail; returns the PYTHONPATH that does."""
+  (folder / "sitecustomize.py").write_text(f"""if True:
+    import sys
+    class Broken:
+      @staticmethod
+      def find_spec(name, path=None, target=None):
+        if name == {name!r}:
+          raise AttributeError("this is gone")
+    sys.meta_path.insert(0, Broken)
+  """)
+  return str(folder)
+
+
+@pytest.mark.parametrize("only", [[], TRIO], ids=["all", "three"])
+def test_an_import_that_all_sections_need(script, tmp_path, only):
+  path = break_import(tmp_path, "kauldron.konfig")
+  process = script(*only, "--report", "r.json", PYTHONPATH=path)
+  assert process.returncode == 1, process
+  assert process.stderr == ""
+  assert process.left_behind == []
+  is_readable(process.stdout)
+  summary = summary_of(process)
+  names = only[1:] or list(TITLES)
+  count = len(names)
+  assert f"\n0 PASS, 0 SKIP, {count} FAIL of {count} sections\n" in summary
+  assert summary.count("AttributeError: this is gone") == 1
+  assert "from kauldron import kd, konfig" in summary
+  command = summary.partition("again: ")[2].split()
+  assert command == ["python", "kauldron_tour.py", "--only", *names]
+  sections = json.loads((tmp_path / "r.json").read_text())["sections"]
+  assert list(sections) == names
+  assert {result["status"] for result in sections.values()} == {"FAIL"}
+
+
+def test_a_definition_between_sections_fails_those_to_come(script, tmp_path):
+  title = f'@section("{TITLES["mock_modules"]}")\n'
+  assert SOURCE.count(title) == 1
+  path = tmp_path / "kauldron_tour.py"
+  path.write_text(SOURCE.replace(title, f"jax.no_such_name\n\n\n{title}"))
+  process = script(*TRIO, path=path)
+  assert process.returncode == 1, process
+  assert process.stderr == ""
+  summary = summary_of(process)
+  assert "\n1 PASS, 0 SKIP, 2 FAIL of 3 sections\n" in summary
+  assert summary.count("no_such_name") == 2, "the error, and our line"
+  assert "--only mock_modules config_errors\n" in summary
 
 
 @pytest.mark.parametrize("strict, status", [([], 0), (["--strict"], 1)])
 def test_a_skip_fails_only_when_strict(script, tmp_path, strict, status):
-  skipping = tmp_path / "kauldron_tour.py"
-  skipping.write_text(SCRIPT.read_text().replace(
-      "  packages = ", '  raise unittest.SkipTest("no reason")\n  packages = '))
-  process = script("--only", "0", *strict, path=skipping)
+  path = changed(tmp_path, "mock_modules",
+                 'raise unittest.SkipTest("no reason")')
+  process = script(*TRIO, *strict, path=path)
   assert process.returncode == status, process
-  assert "0 PASS, 1 SKIP, 0 FAIL of 1 sections" in process.stdout
-  assert "SKIP where_we_are: no reason" in process.stdout
+  assert "\n2 PASS, 1 SKIP, 0 FAIL of 3 sections\n" in process.stdout
+  assert "\nSKIP: no reason\n" in process.stdout
 
 
-@pytest.mark.parametrize("line, counts", [
-    ('  show("cfg", cfg)\n', "1 PASS, 0 SKIP, 1 FAIL of 3 sections"),
-    # Outside a section nothing would catch what is raised.
-    ("  seconds = time.perf_counter() - start\n",
-     "1 PASS, 0 SKIP, 0 FAIL of 3 sections"),
-    ('  print(f"  {status} ', "1 PASS, 0 SKIP, 0 FAIL of 3 sections"),
-])
-def test_interrupt_ends_with_130_and_the_summary(
-    script, tmp_path, line, counts):
-  interrupted = tmp_path / "kauldron_tour.py"
-  source = SCRIPT.read_text()
-  assert source.count(line) == 1
-  interrupted.write_text(source.replace(
-      line, f"  os.kill(os.getpid(), 2)\n  time.sleep(1)\n{line}"))
-  process = script("--only", "0", "1", "2", path=interrupted)
+# Ctrl-C, and pipes.
+
+
+def test_interrupted_in_a_section(script, tmp_path):
+  path = changed(tmp_path, "mock_modules",
+                 "os.kill(os.getpid(), 2); time.sleep(9)")
+  process = script(*TRIO, "--report", "r.json", path=path)
   assert process.returncode == 130, process
   assert process.stderr == ""
-  assert counts in process.stdout
-  assert ("FAIL config_tree: interrupted" in process.stdout) == (
-      "1 FAIL" in counts)
-  assert "[02/" not in process.stdout
+  assert process.left_behind == []
+  assert "\n1 PASS, 0 SKIP, 1 FAIL of 2 sections\n" in process.stdout
+  assert "\nFAIL: interrupted\n" in process.stdout
+  sections = json.loads((tmp_path / "r.json").read_text())["sections"]
+  assert list(sections) == ["config_tree", "mock_modules"]
+  assert sections["mock_modules"]["reason"] == "interrupted"
 
 
-def test_workdir_keeps_runs_and_pictures(script, tmp_path):
-  foreign = tmp_path / "out" / "watched" / "foreign"
-  foreign.parent.mkdir(parents=True)
-  foreign.write_text("mine")
-  process = script("--only", "2", "8", "9", "--workdir", "out")
-  assert process.returncode == 0, process
-  for name in ("schedule", "inner_layer", "sweep"):
-    picture = tmp_path / "out" / f"{name}.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
-  (run,) = (tmp_path / "out").glob("watched_*")
-  assert (run / "config.json").exists()
-  assert list(foreign.parent.iterdir()) == [foreign]
+def test_interrupted_between_sections(script, tmp_path):
+  path = tmp_path / "kauldron_tour.py"
+  title = f'@section("{TITLES["mock_modules"]}")\n'
+  path.write_text(SOURCE.replace(
+      title, f"os.kill(os.getpid(), 2)\ntime.sleep(9)\n\n\n{title}"))
+  process = script(*TRIO, path=path)
+  assert process.returncode == 130, process
+  assert process.stderr == ""
+  assert "\n1 PASS, 0 SKIP, 0 FAIL of 1 sections\n" in process.stdout
   assert process.left_behind == []
 
 
-def test_without_matplotlib_there_is_no_picture(script, tmp_path):
-  lacking = tmp_path / "sitecustomize.py"
-  lacking.write_text("import sys\nsys.modules['matplotlib'] = None\n")
-  process = script("--only", "2", "--workdir", "out", PYTHONPATH=str(tmp_path))
+# Reports.
+
+
+def test_report(whole_tour):
+  _, report = whole_tour
+  assert report["schema"] == 2
+  assert report["versions"]["kauldron"] in ("1.4.2", "1.4.4")
+  assert report["patches"] == {}
+  assert {name: result["title"] for name, result in
+          report["sections"].items()} == TITLES
+  for result in report["sections"].values():
+    assert result["status"] == "PASS"
+    assert result["seconds"] >= 0
+    assert result["reason"] == result["where"] == result["library"] == ""
+
+
+def test_report_to_a_file_that_exists(script, tmp_path):
+  report = tmp_path / "r.json"
+  report.write_text("x" * 10**6)
+  link = tmp_path / "link.json"
+  link.symlink_to(report)
+  assert script("--only", "mock_modules", "--report", link).returncode == 0
+  assert link.is_symlink()
+  sections = json.loads(report.read_text())["sections"]
+  assert list(sections) == ["mock_modules"]
+
+
+@pytest.mark.parametrize("target", ["/dev/stdout", "/dev/fd/1", "/dev/stderr"])
+def test_report_to_a_stream_that_is_a_file(tmp_path, target):
+  out = tmp_path / "out"
+  with open(out, "w") as file:
+    subprocess.run(
+        [sys.executable, SCRIPT, "--only", "mock_modules", "--report", target],
+        env=outside(tmp_path), stdout=file, stderr=file, check=True)
+  text, brace, report = out.read_text().partition("\n{\n")
+  assert "1 PASS" in text
+  assert list(json.loads(brace + report)["sections"]) == ["mock_modules"]
+  assert os.path.islink("/dev/stdout")
+
+
+def test_report_to_a_device(script):
+  process = script("--only", "mock_modules", "--report", "/dev/null")
+  assert (process.returncode, process.stderr) == (0, ""), process
+  assert not os.path.isfile("/dev/null")
+
+
+def test_report_to_a_full_device(script):
+  process = script("--only", "mock_modules", "--report", "/dev/full")
+  assert process.returncode == 2, process
+  assert "1 PASS" in process.stdout
+  assert re.fullmatch(r"kauldron_tour: .*No space left.*\.\n", process.stderr)
+
+
+def test_report_to_a_named_pipe(script, tmp_path):
+  pipe = tmp_path / "pipe"
+  os.mkfifo(pipe)
+  read = []
+  thread = threading.Thread(target=lambda: read.append(pipe.read_text()))
+  thread.start()
+  process = script("--only", "mock_modules", "--report", pipe)
+  thread.join(timeout=10)
   assert process.returncode == 0, process
-  assert "  follows   | @@#*+-:. |" in process.stdout
-  assert list((tmp_path / "out").iterdir()) == []
+  assert list(json.loads(read[0])["sections"]) == ["mock_modules"]
 
 
-def test_kauldron_main_takes_the_tour_as_its_config(script, tmp_path):
-  process = script(
-      f"--cfg={SCRIPT}", f"--cfg.workdir={tmp_path / 'run'}",
-      "--cfg.num_train_steps=3", "--cfg.optimizer.learning_rate=0.1",
-      "--cfg.model=py::kauldron_tour.MLP(image='batch.image', width=8)",
-      python=["-m"], path="kauldron.main", PYTHONDONTWRITEBYTECODE="1")
-  assert process.returncode == 0, process.stderr
-  cfg = json.loads((tmp_path / "run" / "config.json").read_text())
-  assert cfg["num_train_steps"] == 3
-  assert cfg["optimizer"]["learning_rate"] == 0.1
-  assert cfg["model"] == {"__qualname__": "kauldron_tour:MLP",
-                          "image": "batch.image", "width": 8}
+# Other ways to start it.
 
 
-def test_what_is_logged_after_the_quiet_import_is_seen(script, tmp_path):
-  log = tmp_path / "log.py"
-  log.write_text(f"""if True:
-    import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})
-    import kauldron_tour as tour
-    tour.import_quietly("kauldron.train")
-    from absl import logging
-    logging.error("a save failed")
-  """)
-  process = script(path=log)
+FAILING = 'raise ValueError("on purpose")'
+
+
+@pytest.mark.parametrize("launcher", [
+    "python -m kauldron_tour", "python -m runpy kauldron_tour",
+    "python -i kauldron_tour.py", "python -m IPython kauldron_tour.py --"])
+def test_launchers_hand_the_status_on(tmp_path, launcher):
+  changed(tmp_path, "mock_modules", FAILING)
+  command = launcher.replace("python", sys.executable, 1).split()
+  process = subprocess.run(
+      [*command, *TRIO], cwd=tmp_path,
+      env=outside(tmp_path) | {"IPYTHONDIR": str(tmp_path / "ipython")},
+      input="import sys; sys.exit(len(RESULTS) == 3)\n",
+      capture_output=True, text=True, check=False)
+  assert process.returncode == 1, process
+  assert process.stdout.count("1 FAIL of 3 sections") == 1
+
+
+def test_a_failure_in_a_notebook_is_raised_at_the_end(tmp_path):
+  """So jupyter-execute, which `make notebook` uses, does not end with 0."""
+  path = changed(tmp_path, "mock_modules", FAILING)
+  first, second = SOURCE.index("\n# %% [markdown]\n# # Part II"), SOURCE.index(
+      "\n# %% The command line")
+  short = path.read_text()
+  extra = len(short) - len(SOURCE)
+  short = short[:first + extra] + short[second + extra:]
+  process = subprocess.run(  # As in a notebook, the file has no name.
+      [sys.executable], input=short, cwd=tmp_path, env=outside(tmp_path),
+      capture_output=True, text=True, check=False)
+  assert process.returncode == 1, process
+  assert f"1 FAIL of {len(PART_ONE)} sections" in process.stdout
+  assert process.stderr.endswith("\nRuntimeError: A section failed.\n")
+
+
+@pytest.mark.parametrize("name", ["renamed.py", "link.py", "a folder/tour.py"])
+def test_another_name(forked, tmp_path, name):
+  path = tmp_path / name
+  path.parent.mkdir(exist_ok=True)
+  if name == "link.py":
+    path.symlink_to(SCRIPT)
+  else:
+    shutil.copy(SCRIPT, path)
+  process = forked("--only", "real_trainer", "project", path=name)
   assert process.returncode == 0, process
-  assert process.stderr == "ERROR:absl:a save failed\n"
-
-
-def test_a_run_is_rebuilt_by_another_process(script, tmp_path):
-  """One process trains and ends, another one knows the directory alone."""
-  train = tmp_path / "train.py"
-  train.write_text(f"""if True:
-    import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})
-    import kauldron_tour as tour, numpy as np
-    cfg = tour.get_config()
-    cfg.workdir, cfg.num_train_steps = {str(tmp_path / 'run')!r}, 4
-    cfg.checkpointer = tour.lazy_kd.ckpts.Checkpointer(save_interval_steps=4)
-    trainer = tour.konfig.resolve(cfg)
-    state, _ = tour.stepped(cfg, 4)
-    tour.konfig.resolve(cfg).train()
-    image = tour.held_out_images()["image"]
-    preds = trainer.model.apply({{"params": state.params}}, image)["logits"]
-    np.save({str(tmp_path / 'preds.npy')!r}, preds)
-  """)
-  rebuild = tmp_path / "rebuild.py"
-  rebuild.write_text(f"""if True:
-    import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})
-    import json, pathlib, kauldron_tour as tour, numpy as np
-    path = pathlib.Path({str(tmp_path / 'run')!r})
-    cfg = tour.konfig.ConfigDict(json.loads((path / "config.json").read_text()))
-    trainer, state = tour.konfig.resolve(cfg), tour.restored(cfg)
-    image = tour.held_out_images()["image"]
-    preds = trainer.model.apply({{"params": state.params}}, image)["logits"]
-    expected = np.load({str(tmp_path / 'preds.npy')!r})
-    print("step", int(state.step), "equal", np.array_equal(preds, expected))
-  """)
-  assert script(path=train).returncode == 0
-  assert "step 4 equal True" in script(path=rebuild).stdout
+  assert process.stderr == ""
+  assert os.listdir(path.parent).count("__pycache__") == 0

@@ -13,4 +13,4 @@ def test_empty_aux(cfg):
   _, aux = konfig.resolve(cfg).train()
   with pytest.raises(AttributeError, match="'NoneType' .* attribute 'values'"):
     aux.compute()
-    pytest.fail("mended upstream: remove the caveat in section 6")
+    pytest.fail("mended upstream: remove the caveat in section real_trainer")

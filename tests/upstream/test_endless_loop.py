@@ -24,4 +24,4 @@ def test_endless_loop(monkeypatch):
   except (TimeoutError, ValueError) as error:
     batch = error
   assert isinstance(batch, TimeoutError), (
-      "mended upstream: remove the caveat in section 18")
+      "mended upstream: remove the caveat in section data_pipeline")

@@ -12,6 +12,6 @@ def test_export_import():
       [sys.executable, "-c", "from kauldron import kd; kd.export"],
       capture_output=True, text=True, check=False)
   assert process.returncode != 0, (
-      "mended upstream: remove the caveat in section 6")
+      "mended upstream: remove the caveat in section exported_model")
   last_line = process.stderr.splitlines()[-1]
   assert "partially initialized module" in last_line, process.stderr

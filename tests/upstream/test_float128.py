@@ -14,6 +14,6 @@ def test_float128():
   process = subprocess.run([sys.executable, "-c", CODE],
                            capture_output=True, text=True, check=False)
   assert process.returncode != 0, (
-      "mended upstream: remove the caveat in section 4")
+      "mended upstream: remove the patch in the cell Setup")
   last_line = process.stderr.splitlines()[-1]
   assert "no attribute 'float128'" in last_line, process.stderr

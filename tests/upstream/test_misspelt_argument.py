@@ -15,6 +15,6 @@ def test_misspelt_argument():
   try:
     cfg.learning_rat = 0.5
   except (AttributeError, KeyError, TypeError, ValueError):
-    pytest.fail("mended upstream: remove the caveat in section 1")
+    pytest.fail("mended upstream: remove the caveat in section config_errors")
   with pytest.raises(TypeError, match="unexpected keyword .*'learning_rat'"):
     konfig.resolve(cfg)

@@ -24,4 +24,4 @@ def test_mock_modules():
   within, after = imported_in_a_function()
   assert not isinstance(within, types.ModuleType)
   assert not isinstance(after, types.ModuleType), (
-      "mended upstream: remove the caveat in section 1")
+      "mended upstream: remove the caveat in section mock_modules")

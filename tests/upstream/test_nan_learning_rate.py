@@ -11,7 +11,7 @@ def test_nan_learning_rate(cfg):
   try:
     state, _ = konfig.resolve(cfg).train()
   except FloatingPointError:
-    pytest.fail("mended upstream: remove the caveat in section 6")
+    pytest.fail("mended upstream: remove the caveat in section own_parts")
   assert state.step == 3
   assert all(np.isnan(x).all() for x in jax.tree.leaves(state.params)), (
-      "mended upstream: remove the caveat in section 6")
+      "mended upstream: remove the caveat in section own_parts")

@@ -14,4 +14,4 @@ def test_partial_loader(cfg, tmp_path):
   loader = kd.ckpts.PartialKauldronLoader(workdir=tmp_path)
   with pytest.raises(ModuleNotFoundError, match="standard_checkpoint_handler"):
     loader.transform(state)
-    pytest.fail("mended upstream: remove the caveat in section 13")
+    pytest.fail("mended upstream: remove the caveat in section loaded_weights")

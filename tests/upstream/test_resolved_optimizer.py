@@ -15,4 +15,4 @@ def test_resolved_optimizer():
     except ValueError as error:
       if "only accept other configurables" not in str(error):
         raise
-    pytest.fail("mended upstream: remove the caveat in section 1")
+    pytest.fail("mended upstream: remove the caveat in test_kauldron.py")

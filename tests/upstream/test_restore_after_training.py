@@ -17,5 +17,5 @@ def test_restore_after_training(cfg):
   trainer.train()
   with pytest.raises(ValueError, match="Must provide `args` of type `Compos"):
     trainer.checkpointer.restore(trainer.init_state())
-    pytest.fail("mended upstream: remove the caveat in section 6")
+    pytest.fail("mended upstream: remove the caveat in section resumed_run")
   assert fresh.checkpointer.restore(fresh.init_state()).step == 2

@@ -13,5 +13,5 @@ def test_restore_without_checkpointer(cfg):
   try:
     state = trainer.checkpointer.restore(untrained, noop_if_missing=False)
   except (FileNotFoundError, ValueError):
-    pytest.fail("mended upstream: remove the caveat in section 12")
+    pytest.fail("mended upstream: remove the caveat in test_kauldron.py")
   assert state is untrained

@@ -23,5 +23,5 @@ def test_unsigned_integers():
   assert [accepts(x, np.float32) for x in checkers] == [False, False]
   accepted = [accepts(x, np.uint8) for x in checkers]
   if accepted[0] == accepted[1]:
-    pytest.fail("mended upstream: remove the caveat in section 19")
+    pytest.fail("mended upstream: remove the caveat in test_kauldron.py")
   assert accepted == [True, False]

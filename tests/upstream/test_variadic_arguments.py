@@ -9,8 +9,8 @@ import pytest
 import typeguard
 
 
-@pytest.mark.parametrize("name, section", [("ktyping", 4), ("typing", 19)])
-def test_variadic_arguments(name, section):
+@pytest.mark.parametrize("name", ["ktyping", "typing"])
+def test_variadic_arguments(name):
   checker = getattr(kd, name)
 
   @checker.typechecked
@@ -24,4 +24,5 @@ def test_variadic_arguments(name, section):
   assert one(np.ones(3)).shape == (3,)
   with pytest.raises(typeguard.TypeCheckError, match="args.*tuple"):
     any_number(np.ones(3), np.ones(3))
-    pytest.fail(f"mended upstream: remove the caveat in section {section}")
+    pytest.fail(
+        "mended upstream: remove the caveat in section shapes_elsewhere")

@@ -16,4 +16,5 @@ def test_yielded_values():
     shapes = [y.shape for y in longer(np.ones(2))]
   except kt.KTypeCheckError:
     shapes = []
-  assert shapes == [(3,)], "mended upstream: remove the caveat in section 4"
+  assert shapes == [(3,)], (
+      "mended upstream: remove the caveat in section shapes_elsewhere")
