@@ -8,17 +8,32 @@ RUNS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-MYPY := --check-untyped-defs --ignore-missing-imports --follow-imports=skip \
-  --no-error-summary --disable-error-code name-defined \
-  --disable-error-code var-annotated --disable-error-code method-assign
+# Rules of ty that are defeated by Kauldron's configs, which pose as what they
+# record, by shapes as annotations, and by modules that are imported later.
+MAGIC := import-not-found incompatible-method-override invalid-argument-type \
+  invalid-assignment invalid-type-form missing-attribute \
+  missing-union-attribute no-matching-overload not-subscriptable \
+  possibly-missing-submodule redundant-condition unresolved-reference \
+  unsupported-operator
 UV := $(shell command -v uv 2>/dev/null)
+
+# What redirects an installation, or makes .venv another Python, is not for it.
+unexport PYTHONHOME VIRTUAL_ENV CONDA_PREFIX UV_PYTHON UV_SYSTEM_PYTHON \
+  UV_WORKING_DIR UV_PROJECT PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_PYTHON \
+  PIP_DRY_RUN
+# What XLA has compiled is kept, and so is what the caller has chosen.
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/compiled
 
 # A .venv of another Python is neither used nor replaced without being told.
 version = $(shell $(1) -c 'import sys; print(*sys.version_info[:2], sep=".")')
 ifneq ($(filter command environment,$(origin PYTHON)),)
 ifneq ($(wildcard $(STAMP)),)
 ifneq ($(MAKECMDGOALS),clean)
-ifneq ($(call version,$(PYTHON)),$(call version,$(BIN)/python))
+WANTED := $(call version,$(PYTHON))
+ifeq ($(WANTED),)
+$(error $(PYTHON) does not run)
+endif
+ifneq ($(WANTED),$(call version,$(BIN)/python))
 $(error .venv has Python $(call version,$(BIN)/python): `make clean` first)
 endif
 endif
@@ -37,11 +52,11 @@ tour: $(STAMP)  ## Run the tour.
 	@$(BIN)/python kauldron_tour.py
 
 test: $(STAMP)  ## Run the tests.
-	@$(BIN)/python -m pytest -n auto --dist loadfile tests
+	@$(BIN)/python -m pytest -n auto --dist worksteal tests
 
-quick: $(STAMP)  ## Run each section and the checks of style and README, once.
-	@$(BIN)/python -m pytest -m "not slow" \
-	  tests/test_sections.py tests/test_style.py tests/test_readme.py
+quick: $(STAMP)  ## Run each section, and the checks of text and README, once.
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" \
+	  tests/test_sections.py tests/test_readme.py
 
 bench: $(STAMP)  ## Measure what the tour takes, in all and part by part.
 	@$(BIN)/python tests/bench.py --runs $(RUNS)
@@ -49,14 +64,11 @@ bench: $(STAMP)  ## Measure what the tour takes, in all and part by part.
 soak: $(STAMP)  ## Kill twenty trainings and see each of them resume.
 	@SOAK_KILLS=20 $(BIN)/python -m pytest tests/test_crash.py -k killed -s
 
-lint: $(STAMP)  ## Check style, types of the plumbing, and spelling.
+lint: $(STAMP)  ## Check style, types and spelling.
 	@$(BIN)/ruff check .
 	@$(BIN)/codespell kauldron_tour.py README.md Makefile tests
-	@mkdir -p .mypy_cache
-	@sed -e '/^# %% 1\. /,/^# %% Part II:/d' \
-	  -e '/^# %% The task of/,/^# %% The report/d' \
-	  kauldron_tour.py >.mypy_cache/plumbing.py
-	@$(BIN)/mypy $(MYPY) .mypy_cache/plumbing.py tests/smoke.py
+	@$(BIN)/ty check --quiet --python $(VENV) --output-format concise \
+	  $(addprefix --ignore ,$(MAGIC)) kauldron_tour.py tests/smoke.py
 
 smoke: $(STAMP)  ## Say what CANDIDATE='jax==...' breaks or changes.
 	@$(BIN)/python tests/smoke.py $(CANDIDATE)
@@ -75,19 +87,20 @@ lock:  ## Compile requirements.txt again (needs uv).
 	  kauldron_tour.py tests/requirements.in
 
 clean:  ## Remove what make and the tests have made.
-	rm -rf $(VENV) .smoke .pytest_cache .ruff_cache .mypy_cache \
+	rm -rf $(VENV) .smoke .pytest_cache .ruff_cache \
 	  kauldron_tour.ipynb __pycache__ tests/__pycache__
 
-# Installs only when requirements.txt is newer than the last installation.
+# Installs only when requirements.txt is newer than the last installation that
+# could be used afterwards. What PYTHON says if it does not run is shown.
 $(STAMP): requirements.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
-	  2>/dev/null || \
-	  { echo "make: $(PYTHON) is not Python 3.11, 3.12 or 3.13:" \
-	    "choose another with PYTHON=." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or \
+	  sys.exit("make: $(PYTHON) is Python %d.%d, not 3.11, 3.12 or 3.13: " \
+	  "choose another with PYTHON=." % sys.version_info[:2])' || exit 2
 ifdef UV
 	uv venv --quiet --allow-existing \
 	  --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV)
-	VIRTUAL_ENV=$(VENV) uv pip install --compile-bytecode -r requirements.txt
+	uv pip install --python $(BIN)/python --compile-bytecode \
+	  -r requirements.txt
 else
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "make: $(PYTHON) lacks the venv module: install it" \
@@ -95,4 +108,7 @@ else
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
 endif
+	@$(BIN)/python -I -c 'import kauldron' || \
+	  { echo "make: the packages are not in $(VENV):" \
+	    "is there a setting that leads them elsewhere?" >&2; exit 2; }
 	@touch $@

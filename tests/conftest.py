@@ -48,8 +48,8 @@ def outside(folder):
   temporary.mkdir(exist_ok=True)
   environ = {name: value for name, value in os.environ.items()
              if not name.startswith(("JAX_", "TF_CPP_", "TQDM_"))}
-  cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
-  return environ | {"TMPDIR": str(temporary), "JAX_COMPILATION_CACHE_DIR": cache}
+  cache = "JAX_COMPILATION_CACHE_DIR"
+  return environ | {"TMPDIR": str(temporary), cache: os.environ[cache]}
 
 
 def run_tour(folder, *arguments, python=(), path=SCRIPT, **environ):

@@ -362,7 +362,9 @@ def api(old_site, new_site):
     elif after and member.is_attribute and after.is_attribute:
       if str(member.value) != str(after.value):
         broken[path] = f"value: {member.value} -> {after.value}"
-  return broken, [path for path in news if path not in olds]
+  added = set(news) - set(olds)
+  return broken, [path for path in news if path in added
+                  and path.rpartition(".")[0] not in added]
 
 
 def value(parameter):
@@ -571,6 +573,8 @@ def install(python, candidates, env):
     except subprocess.TimeoutExpired as error:
       raise Untried(f"pip took more than {TIME_LIMIT} s.") from error
     if process.returncode != 0:
+      if "No space left on device" in process.stderr:
+        raise Untried(f"No space left on device: {OUT} is full.")
       errors = re.findall(r"^ *(?:ERROR|fatal|\w+Error): (.+)$",
                           process.stderr, re.MULTILINE)
       sentence = errors[0] if errors else last_line(process.stderr)
@@ -726,7 +730,7 @@ def fingerprint(environment, only, env):
     parts += sorted(f"{path.name} {path.stat().st_mtime_ns}"
                     for path in site.glob("*.dist-info"))
   parts += sorted(f"{name}={value}" for name, value in env.items()
-                  if name.startswith(KEPT))
+                  if name.startswith(KEPT) and not name.endswith("_CACHE_DIR"))
   return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 
+from conftest import SCRIPT
 import jax
 import kauldron_tour
 import numpy as np
@@ -30,21 +31,25 @@ NOTICED_SECONDS = process.HEARTBEAT_SECONDS + 20  # That a process is dead.
 
 
 class Processes:
-  """As many processes as this one has devices, which run jobs together."""
+  """As many processes as this one has devices.
 
-  def __init__(self, folder, *jobs):
+  Their arguments say {port} and {number} for what is found out here.
+  """
+
+  def __init__(self, folder, *arguments):
     self.folder = folder
     with socket.socket() as probe:
       probe.bind(("127.0.0.1", 0))
-      port = str(probe.getsockname()[1])
+      port = probe.getsockname()[1]
     environ = {"JAX_NUM_CPU_DEVICES": "1", "no_proxy": "127.0.0.1"}
     self.children = []
     for number in range(PROCESSES):
+      texts = [str(argument).format(port=port, number=number)
+               for argument in arguments]
       with open(folder / f"{number}.log", "wb") as log:
         self.children.append(subprocess.Popen(
-            [sys.executable, process.__file__, str(number), str(PROCESSES),
-             port, str(folder), *jobs],
-            env=os.environ | environ, stdout=log, stderr=subprocess.STDOUT))
+            [sys.executable, *texts], env=os.environ | environ,
+            stdout=log, stderr=subprocess.STDOUT))
 
   def log(self, number):
     """Returns what a process has printed."""
@@ -119,14 +124,15 @@ def together(alone, tmp_path_factory):
   folder = tmp_path_factory.mktemp("together")
   shutil.copytree(alone.folder / "plain", folder / "stopped")
   shutil.copytree(alone.folder / "pygrain", folder / "pygrain_stopped")
-  processes = Processes(folder, "plain", "divided", "resumed", "pygrain",
-                        "pygrain_resumed", "endless")
+  processes = Processes(
+      folder, process.__file__, "{number}", PROCESSES, "{port}", folder,
+      "plain", "divided", "resumed", "pygrain", "pygrain_resumed", "endless")
   yield processes
   processes.end()
 
 
 def assert_same(params, expected, tolerance=0):
-  """Asserts that two dicts of arrays are equal, by default to the last digit."""
+  """Asserts that two dicts of arrays are equal, or within a tolerance."""
   assert params.keys() == expected.keys()
   for path, array in params.items():
     np.testing.assert_allclose(
@@ -249,3 +255,24 @@ def test_killed(together):
   found, _ = process.endless(together.folder, stop=last + 5)
   assert found["resumes at"] == last
   assert found["step"] == last + 5
+
+
+def test_tour(tmp_path):
+  """The tour is one of several processes, of which only the first prints."""
+  processes = Processes(
+      tmp_path, SCRIPT, "--workdir", tmp_path / "out",
+      "--only", "real_trainer", "sharding", "several_processes",
+      "--distributed", "127.0.0.1:{port}", PROCESSES, "{number}")
+  try:
+    for number, child in enumerate(processes.children):
+      assert child.wait(timeout=GIVEN_UP_SECONDS) == 0, processes.log(number)
+  finally:
+    processes.end()
+  first, *others = map(processes.log, range(PROCESSES))
+  assert f"=> number 0 of {PROCESSES}" in first
+  assert "2 PASS, 1 SKIP, 0 FAIL" in first
+  for number, log in enumerate(others, 1):
+    assert "PASS" not in log
+    printed = (tmp_path / "out" / f"process_{number}.txt").read_text()
+    assert f"=> number {number} of {PROCESSES}" in printed
+    assert "2 PASS, 1 SKIP, 0 FAIL" in printed

@@ -39,6 +39,9 @@ import pytest
 
 import kauldron_tour
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sharding info not provided")  # orbax's.
+
 CASES = {}
 
 
@@ -273,13 +276,24 @@ def a_reference_is_a_copy(tour, monkeypatch):
   monkeypatch.setattr(konfig, "ref_fn", lambda function, x: function(x))
 
 
-@breaks("config_references")
-def what_was_calculated_from_a_copy_follows(tour, monkeypatch):
+def _changes_too(monkeypatch, field):
+  """Lets a change of num_train_steps change a copied field as well."""
+
   @replaces(monkeypatch, konfig.ConfigDict, "__setattr__")
   def set_both(original, cfg, name, value):
     original(cfg, name, value)
     if name == "num_train_steps" and value == 200:
-      cfg.schedules["copied"].warmup_steps = 20
+      cfg.schedules["copied"][field] = cfg.schedules["follows"][field]
+
+
+@breaks("config_references")
+def a_copied_number_follows(tour, monkeypatch):
+  _changes_too(monkeypatch, "decay_steps")
+
+
+@breaks("config_references")
+def what_was_calculated_from_a_copy_follows(tour, monkeypatch):
+  _changes_too(monkeypatch, "warmup_steps")
 
 
 @breaks("config_references")
@@ -307,7 +321,8 @@ def optax_warms_up_slowly(tour, monkeypatch):
 def optax_decays_slowly(tour, monkeypatch):
   @replaces(monkeypatch, optax, "warmup_cosine_decay_schedule")
   def slow(original, decay_steps, **kwargs):
-    return original(decay_steps=2 * decay_steps, **kwargs)
+    slower = 2 if decay_steps == 200 else 1
+    return original(decay_steps=slower * decay_steps, **kwargs)
 
 
 @breaks("config_references")
