@@ -5,6 +5,7 @@
 PYTHON ?= python3
 PYTHONS ?= python3.11 python3.12 python3.13
 RUNS ?= 3
+PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -42,7 +43,8 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help tour test quick bench soak lint smoke matrix notebook lock clean
+.PHONY: help tour test quick bench soak proofs hosts lint smoke matrix \
+  notebook lock clean
 
 help:  ## Print the targets.
 	@sed -n 's/^\([a-z]*\):.*##/\1:/p' $(MAKEFILE_LIST) | \
@@ -64,21 +66,32 @@ bench: $(STAMP)  ## Measure what the tour takes, in all and part by part.
 soak: $(STAMP)  ## Kill twenty trainings and see each of them resume.
 	@SOAK_KILLS=20 $(BIN)/python -m pytest tests/test_crash.py -k killed -s
 
+proofs: $(STAMP)  ## Say which checks of the tour no fault needs.
+	@$(BIN)/python tests/proofs.py
+
+hosts: $(STAMP)  ## Train in PROCESSES=2 processes, kill one, resume.
+	@JAX_NUM_CPU_DEVICES=$(PROCESSES) $(BIN)/python -m pytest -v -s \
+	  tests/test_processes.py
+
 lint: $(STAMP)  ## Check style, types and spelling.
 	@$(BIN)/ruff check .
 	@$(BIN)/codespell kauldron_tour.py README.md Makefile tests
 	@$(BIN)/ty check --quiet --python $(VENV) --output-format concise \
 	  $(addprefix --ignore ,$(MAGIC)) kauldron_tour.py tests/smoke.py
 
-smoke: $(STAMP)  ## Say what CANDIDATE='jax==...' breaks or changes.
-	@$(BIN)/python tests/smoke.py $(CANDIDATE)
+# The candidate reaches smoke.py as it was typed: `>`, `<`, quotes and `$` mean
+# nothing to make or to the shell.
+override CANDIDATE := $(value CANDIDATE)
+export CANDIDATE
+
+smoke: $(STAMP)  ## Say what CANDIDATE='jax==...' breaks or changes, and why.
+	@$(BIN)/python -I tests/smoke.py
 
 matrix:  ## Run the tour in a new environment on each Python of PYTHONS.
 	@sh tests/matrix.sh $(PYTHONS)
 
 notebook: $(STAMP)  ## Make kauldron_tour.ipynb, with its outputs.
-	@$(BIN)/jupytext --quiet --to ipynb kauldron_tour.py
-	@$(BIN)/jupyter-execute --inplace kauldron_tour.ipynb
+	@$(BIN)/python tests/notebook.py
 
 lock:  ## Compile requirements.txt again (needs uv).
 	@command -v uv >/dev/null || { echo "make: lock needs uv." >&2; exit 2; }
@@ -93,6 +106,8 @@ clean:  ## Remove what make and the tests have made.
 # Installs only when requirements.txt is newer than the last installation that
 # could be used afterwards. What PYTHON says if it does not run is shown.
 $(STAMP): requirements.txt
+	@said=$$($(PYTHON) -c '' 2>&1) || { echo "make: $(PYTHON) cannot be" \
+	  "run:" $$said >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or \
 	  sys.exit("make: $(PYTHON) is Python %d.%d, not 3.11, 3.12 or 3.13: " \
 	  "choose another with PYTHON=." % sys.version_info[:2])' || exit 2

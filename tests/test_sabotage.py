@@ -467,13 +467,6 @@ def what_is_returned_is_not_checked(tour, monkeypatch):
     return hints
 
 
-@breaks("shapes_elsewhere")
-def integers_become_floats(tour, monkeypatch):
-  @replaces(monkeypatch, tour, "Noise")
-  def cast(original, mean, **fields):
-    return original(mean=mean if mean.dtype == bool else mean * 1.0, **fields)
-
-
 def _field_is_not_checked(tour, monkeypatch, field):
   """Lets a field of the dataclass be anything."""
 
@@ -1525,7 +1518,7 @@ def what_is_renamed_is_zero(tour, monkeypatch):
   @replaces(monkeypatch, kd.data.Elements, "map")
   def zero(original, self, example):
     example = original(self, example)
-    return example | {"angle": 0 * example["angle"]}
+    return example | {"direction": 0 * example["direction"]}
 
 
 @breaks("data_pipeline")
