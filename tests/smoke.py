@@ -649,11 +649,13 @@ def last_line(text):
 def places(text):
   """Returns our last line and the library's last of a traceback's text."""
   where = library = ""
-  for file, line, name, code in re.findall(
-      r'File "(.+?)", line (\d+), in (\S+)\n +(.*)', text):
+  # Python's own frames, and pytest's where a test cannot be imported.
+  frame = r'^(?: *File "(.+?)", line (\d+), in|(.+?):(\d+): in) (\S+)\n +(.*)'
+  for *parts, name, code in re.findall(frame, text, re.MULTILINE):
+    file, line = filter(None, parts)
     if "site-packages" in file:
       library = f"{in_site(file)}:{line} in {name}"
-    elif pathlib.Path(file).is_relative_to(ROOT):
+    elif (ROOT / file).is_relative_to(ROOT):
       where = f"{pathlib.Path(file).name}:{line} in {name}: {code}"
       library = ""  # What stands above our line has called it.
   return {"where": where, "library": library}
@@ -661,7 +663,8 @@ def places(text):
 
 def failure(output, status):
   """Returns the outcome of a run that ended without a report."""
-  reason = last_line(output)
+  errors = re.findall(r"^E +(\w.*)$", output, re.MULTILINE)  # pytest's.
+  reason = errors[-1] if errors else last_line(output)
   if status < 0:
     reason = f"ended by signal {-status}, after: {reason}"
   return {"status": "FAIL", "reason": reason, "seconds": 0.0, "facts": {},
@@ -772,7 +775,10 @@ def reports(before, after, only, env):
     report["versions"] = {
         distribution: entry["version"]
         for distribution, entry in environment.distributions.items()}
-    report["tests"] = tests[name].result() if name in tests else {}
+    found = tests[name].result() if name in tests else {}
+    if name == "candidate" and list(found) == [TESTS.name]:  # None started.
+      found = dict.fromkeys(old["tests"] or found, found[TESTS.name])
+    report["tests"] = found
     report["fingerprint"] = key
     for outcome in outcomes(report).values():
       if "[Errno 28]" in outcome["reason"]:
@@ -867,7 +873,7 @@ def verdict(new, found):
     if failed:
       counts.append(f"{failed} of {number(len(names), noun)}")
   if counts:
-    return f"FAILS: {' and '.join(counts)} that pass with the pinned packages."
+    return f"FAILS: {' and '.join(counts)}, which pass as pinned."
   return f"PASSES: of {' and '.join(totals)} none fails that did not before."
 
 
@@ -892,7 +898,7 @@ def rendered(titled, counts):
   """Returns the lines of the first items of each part, to fit the width."""
   lines = []
   for (title, items), count in zip(titled, counts, strict=True):
-    lines += ["", title]
+    lines += ["", title[:WIDTH]]
     for first, *others in items[:count]:
       lines += textwrap.wrap(
           first, WIDTH, max_lines=3, initial_indent="  ", placeholder=" ...",

@@ -828,6 +828,16 @@ def a_histogram_starts_too_far_left(tour, monkeypatch):
 
 
 @breaks("inner_layer")
+def a_misspelt_key_is_ignored(tour, monkeypatch):
+  @replaces(monkeypatch, kd.metrics.Norm, "get_state_from_context")
+  def forgiving(original, self, context):
+    try:
+      return original(self, context)
+    except KeyError:
+      return self.empty()
+
+
+@breaks("inner_layer")
 def a_histogram_ends_too_far_right(tour, monkeypatch):
   def change(histogram):
     histogram[-1][1] += 1
@@ -973,6 +983,13 @@ def a_resumed_run_skips_a_batch_in_memory(tour, monkeypatch):
 
   monkeypatch.setattr(
       NonCheckpointableIterator, "__kd_ocp_restore_post__", skip)
+
+
+@breaks("resumed_run")
+def all_batches_in_memory_are_the_same(tour, monkeypatch):
+  @replaces(monkeypatch, kd.data.InMemoryPipeline, "iter")
+  def first_batch(original, self):
+    yield from itertools.repeat(next(original(self)))
 
 
 # Part III.
@@ -1465,6 +1482,13 @@ def noise_has_one_key_for_all_steps(tour, monkeypatch):
 @breaks("random_streams")
 def dropout_has_one_key_for_all_steps(tour, monkeypatch):
   _stream_has_one_key(monkeypatch, "dropout")
+
+
+@breaks("random_streams")
+def noise_is_the_same_in_evaluation(tour, monkeypatch):
+  @replaces(monkeypatch, kd.train.RngStream, "make")
+  def without_mode(original, self, rng, *, step=None, key=None):
+    return original(self, rng, step=step)
 
 
 def _changes_statistics(monkeypatch, name, change):

@@ -147,6 +147,36 @@ def test_everything_at_once_fits_the_screen(monkeypatch, tmp_path, capsys):
   assert all(name in text for name in names)
 
 
+@pytest.mark.parametrize("text", [
+    f'''
+  File "{ROOT}/.venv/lib/python3.11/site-packages/pluggy/a.py", line 1, in call
+    function()
+  File "{ROOT}/tests/test_kauldron.py", line 12, in test_x
+    train()
+  File "{ROOT}/.venv/lib/python3.11/site-packages/jax/b.py", line 34, in g
+    raise ValueError
+''', '''
+tests/test_kauldron.py:12: in test_x
+    train()
+.smoke/env/lib/python3.11/site-packages/jax/b.py:34: in g
+    raise ValueError
+'''], ids=["python", "pytest"])
+def test_places_of_a_traceback(text):
+  assert smoke.places(text) == {
+      "where": "test_kauldron.py:12 in test_x: train()",
+      "library": "jax/b.py:34 in g"}
+
+
+def test_what_calls_our_line_is_no_librarys_line():
+  text = f'''
+  File "/x/site-packages/pluggy/a.py", line 1, in call
+    function()
+  File "{ROOT}/tests/test_kauldron.py", line 12, in test_x
+    assert 1 == 2
+'''
+  assert smoke.places(text)["library"] == ""
+
+
 # Comparing by the command line.
 
 
@@ -407,7 +437,6 @@ def test_what_fails_already_is_not_the_candidates_fault(checkout, upgrade):
   assert "einops" in process.text
 
 
-@pytest.mark.slow
 def test_tests_of_kauldron_run_too(checkout, wheel):
   """Both environments: one case fails in the candidate, one in both."""
   del wheel
