@@ -12,6 +12,10 @@ import sys
 
 import pytest
 
+# What `make test` hands on is not for the makes that the tests start.
+for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
+  os.environ.pop(name, None)
+
 # Before JAX is imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")

@@ -1,0 +1,1 @@
+"""Faults of other packages that the tour warns of."""
