@@ -400,7 +400,7 @@ def test_launchers_hand_the_status_on(tmp_path, launcher):
 
 
 def test_a_failure_in_a_notebook_is_raised_at_the_end(tmp_path):
-  """So jupyter-execute, which `make notebook` uses, does not end with 0."""
+  """So what executes notebooks does not end with 0."""
   path = changed(tmp_path, "mock_modules", FAILING)
   first, second = SOURCE.index("\n# %% [markdown]\n# # Part II"), SOURCE.index(
       "\n# %% The command line")
@@ -427,3 +427,24 @@ def test_another_name(forked, tmp_path, name):
   assert process.returncode == 0, process
   assert process.stderr == ""
   assert os.listdir(path.parent).count("__pycache__") == 0
+
+
+def test_kauldron_main_trains_the_project(tmp_path):
+  """The command that section `project` shows, with all its overrides."""
+  (tmp_path / "configs").mkdir()
+  (tmp_path / "project.py").write_text(kauldron_tour.PROJECT_FILE)
+  config = tmp_path / "configs" / "my_experiment.py"
+  config.write_text(kauldron_tour.CONFIG_FILE)
+  process = subprocess.run(
+      [sys.executable, "-m", "kauldron.main",
+       "--cfg=configs/my_experiment.py", f"--cfg.workdir={tmp_path / 'run'}",
+       "--cfg.num_train_steps=3", "--cfg.__args__.width=8",
+       "--cfg.optimizer=py::optax.sgd(learning_rate=0.1)"],
+      cwd=tmp_path, env=outside(tmp_path), capture_output=True, text=True,
+      check=False)
+  assert process.returncode == 0, process.stderr[-2000:]
+  cfg = json.loads((tmp_path / "run" / "config.json").read_text())
+  assert cfg["num_train_steps"] == 3
+  assert cfg["model"]["width"] == 8
+  assert cfg["optimizer"] == {
+      "__qualname__": "optax:sgd", "learning_rate": 0.1}
