@@ -306,7 +306,7 @@ def wheel(tmp_path_factory):
   """A wheel of an older release, fetched; without a registry all is skipped."""
   folder = tmp_path_factory.mktemp("wheel")
   run = subprocess.run(
-      [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+      [sys.executable, smoke.pip_command(), "download", "--quiet", "--no-deps",
        "--dest", folder, "einops==0.8.0"],
       capture_output=True, text=True, check=False)
   if run.returncode != 0:
@@ -504,7 +504,7 @@ def test_wheel(changed, wheel):
 
 def test_archive(changed, wheel, tmp_path):
   subprocess.run(
-      [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+      [sys.executable, smoke.pip_command(), "download", "--quiet", "--no-deps",
        "--no-binary", "mediapy", "--dest", tmp_path, "mediapy==1.2.0"],
       check=True)
   archive = next(tmp_path.glob("mediapy*"))
