@@ -51,7 +51,7 @@
 # %% How a section runs (skip on a first read) jupyter={"source_hidden": true}
 """A tour of Kauldron, the JAX training library, that proves what it says.
 
-  python kauldron_tour.py                   # everything, in about 20 seconds
+  python kauldron_tour.py                   # everything, in half a minute
   python kauldron_tour.py --only key_paths  # one section; --list names all
   python kauldron_tour.py --workdir out     # keep runs, events and pictures
 
