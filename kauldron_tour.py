@@ -784,8 +784,8 @@ def shape_checker():
 # their axes. `|` leaves a choice. A `PyTree` is any nest of lists and dicts, in
 # which all arrays share their axes, too. `"$T"` stands for how it is nested:
 # two arguments with `$T` must be nested alike. Inside a checked call `kt.dim`
-# reads the sizes and `kt.shape` calculates with them. So they do in a `with
-# kt.typechecked():` block, in a function or a notebook's cell.
+# reads the sizes and `kt.shape` calculates with them. Both also work in a
+# block, `with kt.typechecked():`, in a function or a notebook's cell.
 #
 # Two caveats. `*args: kt.Float["n"]` refuses every call, in both checkers. The
 # arguments of a generator are checked when it starts, but not what it yields.
@@ -1747,9 +1747,10 @@ def sweep():
 #
 # - `num_workers` is 16 unless you say otherwise. Workers are processes, and
 #   each forms batches of its own share of the data: with two, a batch holds
-#   examples 0, 2, 4 and so on, or 1, 3, 5. A script needs `if __name__ ==
-#   "__main__":`, and outside `kauldron.main` absl's flags must be parsed
-#   (`absl.flags.FLAGS.mark_as_parsed()`). `num_workers=0` needs nothing.
+#   examples 0, 2, 4 and so on, or 1, 3, 5. A script needs
+#   `if __name__ == "__main__":`, and outside `kauldron.main` absl's flags must
+#   be parsed (`absl.flags.FLAGS.mark_as_parsed()`). `num_workers=0` needs
+#   nothing.
 # - What does not fill a batch is dropped, unless `batch_drop_remainder` says
 #   otherwise. An `InMemoryPipeline` with less than one batch, and no
 #   `num_epochs`, waits for ever.
@@ -1948,8 +1949,8 @@ def resumed_run():
 # An *evaluator* scores the state of the moment on data of its own: every n
 # steps, or once; at step 4 that is the state before step 4. It has the losses,
 # metrics and summaries of training unless it is given others (`metrics={}` for
-# none), and writes under its own name. It sees no
-# gradients. Its data is `cfg.eval_ds`, or its own `ds`.
+# none), and writes under its own name. It sees no gradients. Its data is
+# `cfg.eval_ds`, or its own `ds`.
 #
 # Its data should end: `num_epochs=1`. An `InMemoryPipeline` drops what does not
 # fill a batch, so of 250 examples it would score 240.
@@ -2103,8 +2104,8 @@ def rebuilt_run():
 #
 # Modules of the same name get what was saved, and must have the same shapes, or
 # the first step fails; any others stay as they were initialised, and nothing is
-# said of it. (`PartialKauldronLoader`, which is for
-# parts of another model, imports a module that orbax-checkpoint 0.12.8 lacks.)
+# said of it. (`PartialKauldronLoader`, which is for parts of another model,
+# imports a module that orbax-checkpoint 0.12.8 lacks.)
 
 # %%
 @section("Trained weights are loaded into a new run")
