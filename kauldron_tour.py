@@ -964,7 +964,8 @@ def custom_loss():
 # You derive from `kd.metrics.Metric` and write `get_state`, which runs inside
 # the jitted step. The class of its states stands inside, and derives from
 # `AutoState`; each field says how it is merged: `sum_field` adds,
-# `concat_field` collects, `truncate_field` collects the first few. `compute`
+# `concat_field` collects, `truncate_field` collects the first few. (The types
+# of the fields tell the reader what is meant; nothing checks them.) `compute`
 # runs outside `jit`, so shapes in it may depend on values. Before it comes
 # `finalize`, which turns what was collected into one NumPy array.
 #
@@ -1388,6 +1389,7 @@ def plain_trainer():
 
   cfg = get_config()
   cfg.workdir = new_workdir("from_config")
+  cfg.writer = None  # Nothing has to be logged.
   cfg.stop_after_steps = FEW_STEPS
   from_config, _ = konfig.resolve(cfg).train()
   agree("distance of the parameters", rtol=0,
@@ -1413,8 +1415,13 @@ def plain_trainer():
 #
 # `__args__` are the arguments of `get_config`, for what changes more than one
 # field: a dataclass `ConfigArgs` names them. Run the command in the project's
-# directory, where Python finds `project`. (The command `kauldron` that is
-# installed too does not start in Kauldron 1.4.2 and 1.4.4.)
+# directory, where Python finds `project`, and expect pages of log lines.
+#
+# (The command `kauldron` that is installed too does not start in Kauldron 1.4.2
+# and 1.4.4. Three of its subcommands can be called from Python.
+# `kd.cli.config.Show(cfg=cfg)()` prints a config, `kd.cli.config.Resolve` also
+# builds the Trainer, and `kd.cli.data.ElementSpec` prints the shapes of a
+# batch.)
 #
 # The command is not run here, since it would import everything once more; a
 # test does that. Below the two files are written and trained without it: a
@@ -1526,11 +1533,12 @@ def readable_loop():
   """`train()`, a loop over `step` and plain JAX end with equal parameters."""
   cfg = get_config()
   cfg.workdir = new_workdir("readable_loop")
+  cfg.writer = None  # Nothing has to be logged.
   cfg.stop_after_steps = FEW_STEPS
-  trained, _ = konfig.resolve(cfg).train()
+  trainer = konfig.resolve(cfg)
+  trained, _ = trainer.train()
 
   # The loop.
-  trainer = konfig.resolve(cfg)
   batches = trainer.train_ds.take(FEW_STEPS)  # Starts over with each loop.
   state = trainer.init_state()
   first_params = jax.device_get(state.params)
@@ -1594,7 +1602,7 @@ def inner_layer():
   layer = "interms.encoder.__call__[0]"
   cfg = get_config()
   cfg.workdir = new_workdir("inner_layer")
-  cfg.stop_after_steps = FEW_STEPS
+  cfg.stop_after_steps = 10
   cfg.log_metrics_every = 1
   cfg.train_metrics = {
       "norm": lazy_kd.metrics.Norm(tensor=layer),
@@ -1888,6 +1896,7 @@ def data_files():
 def resumed_run():
   """With PyGrain a resumed run ends as an uninterrupted one, bit for bit."""
   cfg = get_config()
+  cfg.writer = None  # Nothing has to be logged.
   cfg.checkpointer.save_interval_steps = 10
   in_memory = cfg.train_ds
 
@@ -1974,10 +1983,10 @@ def evaluators():
   cfg.evals = {
       "held_out": lazy_kd.evals.Evaluator(run=lazy_kd.evals.EveryNSteps(2)),
       "once": lazy_kd.evals.Evaluator(run=lazy_kd.evals.Once(3), metrics={})}
-  konfig.resolve(cfg).train()
+  trainer = konfig.resolve(cfg)
+  trainer.train()
 
   # By hand: the first four steps, then all 240 held-out images at once.
-  trainer = konfig.resolve(cfg)
   state = trainer.init_state()
   for batch in trainer.train_ds.take(4).device_put(trainer.sharding.batch):
     state, _ = trainer.trainstep.step(state, batch)
@@ -2076,31 +2085,31 @@ def rebuilt_run():
   text = pathlib.Path(moved, "config.json").read_text()
   found = konfig.ConfigDict(json.loads(text))
   found.workdir = moved
-  trainer = konfig.resolve(found)
-  state = trainer.checkpointer.restore(trainer.init_state())
+  rebuilt = konfig.resolve(found)
+  state = rebuilt.checkpointer.restore(rebuilt.init_state())
   agree("step", restored=int(state.step), last_saved=10)
 
   # What it was trained with, and the same parameters as by training again.
   agree("learning rate", found=found.schedules.learning_rate.init_value,
         trained_with=LEARNING_RATE)
-  again = konfig.resolve(cfg)
-  state_again = again.init_state()
-  for batch in again.train_ds.take(10).device_put(again.sharding.batch):
-    state_again, _ = again.trainstep.step(state_again, batch)
+  again = trainer.init_state()
+  for batch in trainer.train_ds.take(10).device_put(trainer.sharding.batch):
+    again, _ = trainer.trainstep.step(again, batch)
   agree("distance from training again", rtol=0,
-        found=distance(state.params, state_again.params), expected=0.0)
+        found=distance(state.params, again.params), expected=0.0)
   agree("distance of the optimizer's states", rtol=0,
-        found=distance(state.opt_state, state_again.opt_state), expected=0.0)
+        found=distance(state.opt_state, again.opt_state), expected=0.0)
 
 # %% [markdown]
 # ## Trained weights are loaded into a new run
 #
 # `init_transform` changes the state before training starts; a run that resumes
 # from its own checkpoint skips it. `SimpleCheckpointLoader` takes the
-# parameters, and other collections of the model, from the directory of another
-# run. With `load_opt_state=True` it takes the optimizer's state as well: a
-# schedule in the optimizer then goes on where it was, while the step number,
-# and with it `num_train_steps`, starts at 0.
+# parameters, and other collections of the model, from the newest checkpoint in
+# the directory of another run, or from that of `step=`. With
+# `load_opt_state=True` it takes the optimizer's state as well: a schedule in
+# the optimizer then goes on where it was, while the step number, and with it
+# `num_train_steps`, starts at 0.
 #
 # Modules of the same name get what was saved, and must have the same shapes, or
 # the first step fails; any others stay as they were initialised, and nothing is
@@ -2113,6 +2122,7 @@ def loaded_weights():
   """A new run starts with the parameters that another one saved last."""
   pretrained = get_config()
   pretrained.workdir = new_workdir("pretrained")
+  pretrained.writer = None  # Nothing has to be logged.
   pretrained.stop_after_steps = FEW_STEPS
   pretrained.checkpointer.save_interval_steps = 10
   konfig.resolve(pretrained).train()
@@ -2148,7 +2158,8 @@ def loaded_weights():
 # you need a regular expression, `".*head.*"`, which also must match whole
 # parts. A star or a bracket makes a pattern one; a dot alone does not.
 #
-# With an `init_transform` (section `loaded_weights`) that is fine-tuning.
+# Together with one more line, the `init_transform` of section `loaded_weights`,
+# that is fine-tuning: the encoder comes from another run and stays as it is.
 #
 # A pattern that matches nothing is no error. With `exclude` nothing is frozen
 # then, with `select` everything is, and you learn of it when the training is
@@ -2382,6 +2393,7 @@ def several_processes():
   # One step, as `train()` makes it.
   cfg = get_config()
   cfg.workdir = new_workdir("several_processes")
+  cfg.writer = None  # Nothing has to be logged.
   trainer = konfig.resolve(cfg)
   state = trainer.init_state()
   params = jax.device_get(state.params)
@@ -2702,22 +2714,20 @@ def own_parts():
   cfg.evals = {
       "weights": lazy_tour.LargestWeight(run=lazy_kd.evals.EveryNSteps(1))}
 
-  # The init transform halves the parameters.
-  usual = konfig.resolve(cfg).init_state()
+  usual_trainer = konfig.resolve(cfg)
   cfg.init_transform = lazy_tour.ScaleParams(by=0.5)
-  initial = jax.device_get(konfig.resolve(cfg).init_state())
-  usual_weights = np.asarray(usual.params["head"]["kernel"])
-  agree("first weight", found=initial.params["head"]["kernel"][0, 0],
-        half_of_the_usual=usual_weights[0, 0] / 2)
-
-  # With our own step, the batch with the NaN changes nothing.
   cfg.trainstep = lazy_tour.SkipBadBatches()
   trainer = konfig.resolve(cfg)
+
+  # The init transform halves the parameters.
+  usual = jax.device_get(usual_trainer.init_state())
+  initial = jax.device_get(trainer.init_state())
+  agree("first weight", found=initial.params["head"]["kernel"][0, 0],
+        half_of_the_usual=usual.params["head"]["kernel"][0, 0] / 2)
+
+  # With our own step, the batch with the NaN changes nothing.
   state, _ = trainer.train()
   agree("steps taken", found=int(state.step), expected=2)
-  usual_cfg = get_config()
-  usual_cfg.workdir = cfg.workdir
-  usual_trainer = konfig.resolve(usual_cfg)
   expected = initial
   for batch in trainer.train_ds.take(1).device_put(trainer.sharding.batch):
     expected, _ = usual_trainer.trainstep.step(expected, batch)
@@ -2889,15 +2899,16 @@ def own_experiment():
   """Another problem: trained, interrupted, resumed and evaluated."""
   cfg = get_signal_config()
   cfg.workdir = new_workdir("own_experiment")
+  cfg.stop_after_steps = 101  # Half of it, to begin with.
+  trainer = konfig.resolve(cfg)
 
   # Are all keys right? This takes no step.
-  paths = kontext.flatten_with_path(konfig.resolve(cfg).context_specs)
+  paths = kontext.flatten_with_path(trainer.context_specs)
   show("paths that a key may name", len(paths))
 
-  # Half of it, then the other half. Step 100, the one after the checkpoint, is
+  # The first half, then the other. Step 100, the one after the checkpoint, is
   # taken in both, and logged twice.
-  cfg.stop_after_steps = 101
-  konfig.resolve(cfg).train()
+  trainer.train()
   cfg.stop_after_steps = None
   trainer = konfig.resolve(cfg)
   agree("the newest checkpoint is of step",

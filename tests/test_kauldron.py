@@ -441,6 +441,22 @@ def test_flags_change_the_config(parse, arguments, path, expected):
   assert type(found) is type(expected)
 
 
+COMMANDS = {  # Of the command line, called from Python -> what it prints.
+    "config.Show": "decay_steps=100",
+    "config.Resolve": "Successfully resolved config!",
+    "data.ElementSpec": f"label: int32[{BATCH_SIZE}, 1]",
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_from_python(tmp_path, capsys, name):
+  cfg = tour.get_config()
+  cfg.workdir = str(tmp_path)
+  command = kontext.get_by_path(kd.cli, name)
+  command(cfg=cfg)()
+  assert COMMANDS[name] in capsys.readouterr().out
+
+
 def test_flag_takes_arguments_of_the_config_file(parse, tmp_path):
   cfg = parse(path=f"{tmp_path}/my_config.py:scale=4.0")
   assert cfg.rate == 2.0
@@ -926,6 +942,11 @@ def test_empty_state_changes_nothing(field, expected):
 def test_finalize_makes_numpy_arrays():
   state = collected(2).finalize()
   assert isinstance(state.every, np.ndarray)
+
+
+def test_types_of_fields_are_not_checked():
+  state = Collected(total="no number", every=None, first=jnp.ones((2, 2)))
+  assert state.total == "no number"
 
 
 def test_sums_merge_under_jit():
@@ -1578,6 +1599,15 @@ def test_loaded_run_starts_at_step_0(run, load_opt_state):
   assert int(state.step) == 0
   count = int(state.opt_state[0].count)
   assert count == (10 if load_opt_state else 0)
+
+
+@pytest.mark.parametrize("step", [0, 10])
+def test_step_to_load_can_be_chosen(run, step):
+  cfg = copy.deepcopy(run.cfg)
+  cfg.init_transform = lazy_kd.ckpts.SimpleCheckpointLoader(
+      workdir=run.cfg.workdir, step=step)
+  state = konfig.resolve(cfg).init_state()
+  assert tour.distance(state.params, run.states[step].params) == 0
 
 
 class OtherEncoder(nn.Module):
