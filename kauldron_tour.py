@@ -34,9 +34,10 @@
 # Every section makes one claim, its title. It first does what you would type,
 # and shows what comes out; then it gets the same result another way (NumPy by
 # hand, plain JAX, a second run) and compares. What passes is true of the
-# versions that you have installed.
+# versions that you have installed. The text refers to a section by the name of
+# its function, which stands in the line that ends its output.
 #
-# Three helpers occur everywhere:
+# Four helpers occur everywhere:
 #
 # - `show(label, value)` prints.
 # - `agree(label, this=a, that=b)` prints both values under their names, and
@@ -44,6 +45,9 @@
 #   prints the first value, and compares all.
 # - `with raises(KeyError, "words"):` fails unless its block raises that error,
 #   with these words in it.
+# - `draw(name, curves)` draws each curve as a row of characters, the darker the
+#   larger: blank is 0, `@` the largest value of all rows. A notebook gets a
+#   picture.
 #
 # They are defined in the first cell, with the machinery that runs the sections.
 # Skip that cell on a first read, and the setup after it.
@@ -400,7 +404,11 @@ def where_we_are():
 # function, and its arguments. Some of these are `ConfigDict`s themselves, so
 # the whole is a tree. It can be printed, changed, stored as JSON and sent to
 # another machine. `konfig.resolve` makes the calls at last, from the inside
-# out.
+# out. The module itself is imported as well, so it must be installed.
+#
+# One thing is not as in the calls themselves: lists arrive as tuples, and dicts
+# as dicts of a kind that cannot be changed. What insists on real ones is
+# resolved with `konfig.resolve(cfg, freeze=False)`.
 #
 # In a real project a config has a file of its own, with nothing else in it, and
 # then `with konfig.imports(): import optax` is all it takes. This tour is one
@@ -472,10 +480,12 @@ def config_tree():
 # imported a stand-in, for as long as its block lasts. So a call can be copied
 # out of a config and made.
 #
-# Every module but `konfig` is replaced, NumPy too, and in a notebook even
-# Python's builtins. So write nothing but calls in the block. Names that were
-# imported with `from optax import sgd` are no modules, and stay what they are.
-# Import modules at the top level, not in a function.
+# Every module but `konfig` is replaced, NumPy too, and even Python's builtins
+# in a notebook and in a script that is run. So write nothing but calls in the
+# block. What is no module stays as it is: a name imported with
+# `from optax import sgd`, and a class that you have defined in the notebook
+# itself. Put such a class into a file, and import that as a module. Import at
+# the top level, not in a function.
 #
 # As a rule: `imports()` in a file of configs, `mock_modules()` in a notebook.
 
@@ -520,13 +530,14 @@ def config_errors():
     cfg.momentum = "high"
   show('cfg.momentum = "high"', caught.exception)
   with raises(ValueError, "only accept other configurables") as caught:
-    cfg.accumulator_dtype = np.ones(3)
+    cfg.accumulator_dtype = np.ones(3)  # Any field would refuse an array.
   show("cfg.accumulator_dtype = np.ones(3)", caught.exception)
   agree("momentum", still=cfg.momentum, as_it_was=0.9)
 
   # Some other types are taken.
   cfg.learning_rate = 1
-  agree("learning rate", found=cfg.learning_rate, set_to=1.0)
+  agree("learning rate, set to the int 1", found=str(cfg.learning_rate),
+        expected="1.0")
   cfg.momentum = None
   assert cfg.momentum is None, cfg
 
@@ -555,7 +566,9 @@ def config_errors():
 #
 # Two fields of a `Trainer` exist to be referred to. `cfg.schedules` holds the
 # schedules, which are then also logged (section `real_trainer`). `cfg.aux`
-# holds whatever numbers an experiment has of its own.
+# holds whatever numbers an experiment has of its own. A field can be written
+# `cfg.aux.x` or `cfg.aux["x"]`. (Kauldron has another way by now for numbers
+# that several fields depend on, the `ConfigArgs` of section `project`.)
 #
 # Below is part of a Trainer's config, with the schedule once by reference and
 # once, for comparison, by value.
@@ -594,7 +607,8 @@ def config_references():
   agree("the optimizer's decay_steps",
         found=cfg.optimizer.learning_rate.decay_steps, expected=200)
 
-  # What the two schedules do in the 200 steps that are left.
+  # What the two schedules do in the 200 steps that are left. In the drawing
+  # one character stands for four steps.
   steps = np.arange(200.0)
   schedule = konfig.resolve(cfg.schedules["follows"])
   copied_schedule = konfig.resolve(cfg.schedules["copied"])
@@ -643,6 +657,7 @@ def key_paths():
   """One loss scores two unlike models, and only its key path differs."""
   logits = np.array([[2.0, 0.0, 1.0], [0.0, 1.0, 3.0]])
   labels = np.array([[0], [2]])  # Kauldron's labels have a last axis of 1.
+  # The step is there for losses whose weight depends on it (`custom_loss`).
   simple = {"batch": {"label": labels}, "preds": logits, "step": 0}
   nested = {"batch": {"label": labels}, "step": 0,
             "preds": {"heads": [{"logits": -logits},  # Another head's.
@@ -678,10 +693,12 @@ def key_paths():
 # ## A path reads, writes, slices and globs
 #
 # `kontext` also reads and writes trees by path. That is how a sweep changes a
-# config (section `sweep`). A path may index and slice an array. `**` matches
-# any number of parts: functions that handle many values take it. The key of a
-# loss must name one value, and does not. (Two metrics do, see section
-# `inner_layer`.)
+# config (section `sweep`). A path may index and slice an array.
+#
+# `**` stands for any number of parts, so that a path with it matches many
+# values. `set_by_path` takes it, and returns the paths that it has set.
+# `get_by_path` does not, nor does the key of a loss, which must lead to one
+# value. (Two metrics do, see section `inner_layer`.)
 
 # %%
 @section("A path reads, writes, slices and globs")
@@ -781,22 +798,27 @@ def shape_checker():
 # ## Dataclasses and trees are checked, and sizes can be read
 #
 # A dataclass can be checked too, whenever an instance is made; its fields share
-# their axes. `|` leaves a choice. A `PyTree` is any nest of lists and dicts, in
-# which all arrays share their axes, too. `"$T"` stands for how it is nested:
-# two arguments with `$T` must be nested alike. Inside a checked call `kt.dim`
-# reads the sizes and `kt.shape` calculates with them. Both also work in a
-# block, `with kt.typechecked():`, in a function or a notebook's cell.
+# their axes. (A class that derives from it is checked only if it is decorated
+# itself, and none is in a file with `from __future__ import annotations`.) `|`
+# leaves a choice. A `PyTree` is any nest of lists and dicts, in which all
+# arrays share their axes, too. `"$T"` stands for how it is nested: two
+# arguments with `$T` must be nested alike. Inside a checked call `kt.dim["n"]`
+# is the size of `n`, and `kt.shape("*b n")` puts sizes together to a shape.
+# Both also work in a block, `with kt.typechecked():`, in a function or a
+# notebook's cell.
 #
-# Two caveats. `*args: kt.Float["n"]` refuses every call, in both checkers. The
-# arguments of a generator are checked when it starts, but not what it yields.
+# Two caveats. `*args: kt.Float["n"]` refuses every call, in `ktyping` and in
+# the older `kauldron.typing`. The arguments of a generator are checked when it
+# starts, but not what it yields.
 
 # %%
 @kt.typechecked
 @dataclasses.dataclass
 class Noise:
   """What it takes to draw n random numbers."""
-  __module__ = "kauldron_tour"  # Needed in a notebook, not in a file: there
-  # the checker would look in vain for the source of this class.
+  # Only a notebook needs this line: a class that is defined there has no
+  # source file, in which the checker would look.
+  __module__ = "kauldron_tour"
   mean: kt.Float["n"] | kt.Int["n"]
   scale: kt.Float["n"]
   key: kt.PRNGKey
@@ -831,8 +853,10 @@ def shapes_elsewhere():
   first, second = norms([square, square[:, :4]], [row, row])
   agree("norms of the first", found=first, by_hand=np.sqrt(5) * row)
   agree("norms of the second", found=second, by_hand=2 * row)
-  with raises(kt.KTypeCheckError, "structure"):
+  with raises(kt.KTypeCheckError, "structure") as caught:
     norms([square], [row, row])
+  show("one array, two scales",
+       str(caught.exception).strip().partition("\n")[0])
 
   # Names inside a block. A new one is calculated from another.
   with kt.typechecked():
@@ -840,7 +864,7 @@ def shapes_elsewhere():
     show("sizes", f"*b {kt.dim['*b']}, n {kt.dim['n']}")
     agree("n", found=kt.dim["n"], expected=8)
     kt.dim["half"] = kt.dim["n"] // 2
-    agree("*b half", shape=kt.shape("*b half"), expected=(3, 4))
+    agree('kt.shape("*b half")', found=kt.shape("*b half"), expected=(3, 4))
     assert kt.isinstance(np.ones((3, 4)), kt.Float["*b half"])
     assert not kt.isinstance(np.ones((3, 5)), kt.Float["*b half"])
 
@@ -852,12 +876,13 @@ def shapes_elsewhere():
 # ## A loss is values, a mask and a weight
 #
 # To write a loss of your own you derive from `kd.losses.Loss`, declare a
-# `kontext.Key` for each input, and return one value for each example from
-# `get_values`. The base class does the rest:
+# `kontext.Key` for each input, and return an array of values from `get_values`,
+# usually one for each example, (b, 1). The base class does the rest:
 #
 #     loss = weight * sum(values * mask) / sum(mask)
 #
-# - `mask` is a key, of numbers that are 0 or 1 as a rule. With
+# - `mask` is a key, of numbers that are 0 or 1 as a rule. It has as many axes
+#   as the values, and is broadcast along those of size 1. With
 #   `normalize_by="values"` the sum is divided by the number of all values
 #   instead. Where the mask is all 0 the loss is 0.
 # - `weight` scales the loss against other losses. It is a number, or a
@@ -959,18 +984,22 @@ def custom_loss():
 # each class counts alike, however seldom it occurs, so the batches' values
 # cannot simply be averaged. Kauldron's metrics therefore return a *state* for
 # each batch. States can be merged, and a number is computed from the merged
-# one.
+# one. An evaluator merges the states of all its batches. In training nothing is
+# merged: what is logged is the metric of one batch.
 #
 # You derive from `kd.metrics.Metric` and write `get_state`, which runs inside
 # the jitted step. The class of its states stands inside, and derives from
 # `AutoState`; each field says how it is merged: `sum_field` adds,
 # `concat_field` collects, `truncate_field` collects the first few. (The types
-# of the fields tell the reader what is meant; nothing checks them.) `compute`
-# runs outside `jit`, so shapes in it may depend on values. Before it comes
-# `finalize`, which turns what was collected into one NumPy array.
+# of the fields tell the reader what is meant; nothing checks them.) In a state
+# `self.parent` is the metric that made it; `AutoState["MeanRecall"]` says so to
+# a type checker. `compute` runs outside `jit`, so shapes in it may depend on
+# values. Before it comes `finalize`, which turns what was collected into one
+# NumPy array.
 #
 # `kd.metrics` has what is common: `Accuracy`, `BinaryAccuracy`, `Precision1`,
-# `RocAuc`, `Psnr`, `Ssim`, `Norm`, `Std` and others.
+# `RocAuc`, `Psnr`, `Ssim`, `Norm`, `Std` and others. For a plain mean no metric
+# of your own is needed: a loss may stand among the metrics, and is logged.
 
 # %%
 @dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
@@ -982,7 +1011,7 @@ class MeanRecall(kd.metrics.Metric):
   mask: kontext.Key | None = None
 
   @flax.struct.dataclass  # A pytree, because it leaves the jitted step.
-  class State(kd.metrics.AutoState["MeanRecall"]):  # The type of its `parent`.
+  class State(kd.metrics.AutoState["MeanRecall"]):
     """How many examples of each of the n classes were seen, and were hit."""
 
     hits: kt.Float["n"] = kd.metrics.sum_field()
@@ -1144,6 +1173,8 @@ class MLP(nn.Module):
 #
 # Some of it needs a word:
 #
+# - `Trainer()` is recorded with some fields filled in already. So the config
+#   that is printed below has `evals` and `setup`, which nobody has written.
 # - `workdir`, where a run writes, is still to be set; a config without it does
 #   not resolve. Give an absolute path: with a relative one the whole run is
 #   trained, no checkpoint is written, and it ends with an error ("should be
@@ -1156,9 +1187,9 @@ class MLP(nn.Module):
 #   steps 0, 30, 60 and 90, and the last three are kept. So steps 90 to 100 are
 #   in no checkpoint. With `num_train_steps` a multiple of `save_interval_steps`
 #   only the very last step is lost.
-# - By default the profiler traces three seconds from step 10 on. A run that
-#   ends before leaves it running, and the next one logs an error. `None`
-#   switches it off.
+# - By default the profiler traces from step 10 on, for at least five steps and
+#   three seconds, and again every hour. A run that ends during a trace leaves
+#   it running, and the next one logs an error. `None` switches it off.
 #
 # Beside event files and checkpoints a run writes its config, the shapes of a
 # batch (`element_spec.json`), and at its end `train_complete.txt`, for
@@ -1230,9 +1261,10 @@ def read_events(workdir, tag, collection="train"):
 
 # %% [markdown]
 # Now it is trained. `trainer.train()` returns the last state (step, parameters,
-# optimizer state, other collections of the model) and the *auxiliaries*: the
-# states of losses, metrics and summaries at the last step. They are there only
-# if that step was one to log, as here; `aux.compute()` makes values of them.
+# optimizer state, other collections of the model) and the *auxiliaries*, which
+# have nothing to do with `cfg.aux`: the states of losses, metrics and summaries
+# at the last step. They are there only if that step was one to log, as here;
+# `aux.compute()` makes values of them.
 
 # %%
 @section("A Trainer joins model, data, losses and optimizer")
@@ -1301,6 +1333,9 @@ def real_trainer():
 #
 # Once, at the start, come the config, a table of the parameters, the shapes of
 # a batch, and a table of all paths.
+#
+# From here on most runs are short. `stop_after_steps=11` ends a run before step
+# 11 and leaves `num_train_steps` alone, on which the schedule depends.
 
 # %%
 @section("What a run wrote can be read back")
@@ -1308,7 +1343,7 @@ def event_files():
   """Event files hold the scalars, images and texts that TensorBoard shows."""
   cfg = get_config()
   cfg.workdir = new_workdir("event_files")
-  cfg.stop_after_steps = 11  # Ends the run before step 11.
+  cfg.stop_after_steps = 11
   cfg.log_metrics_every = 5
   cfg.checkpointer = None
   cfg.train_summaries = {
@@ -1331,9 +1366,10 @@ def event_files():
   width, height, *files = written[0]
   show("width, height", (int(width), int(height)))
   pictures = np.array([image.imread(io.BytesIO(file)) for file in files])
-  batch = next(iter(trainer.train_ds))
+  batch = next(iter(trainer.train_ds))  # It starts over: the batch of step 0.
   grey = (batch["image"][:5] + 1) / 2  # From [-1, 1] to [0, 1].
-  agree("grey values", rtol=0.005, written=pictures[..., None], by_hand=grey)
+  agree("grey values, to one of 256 levels", rtol=0.005,
+        written=pictures[..., None], by_hand=grey)
 
   # Texts: a table of the parameters.
   _, (table,) = read_events(cfg.workdir, "parameters")
@@ -1348,9 +1384,6 @@ def event_files():
 # `konfig` is a convenience: what a config resolves to can be written directly,
 # with the same names. Such a Trainer cannot be changed on the command line or
 # rebuilt from its work directory: it writes no `config.json`.
-#
-# From here on most runs are short. `stop_after_steps=20` ends a run before step
-# 20 and leaves `num_train_steps` alone, on which the schedule depends.
 
 # %%
 FEW_STEPS = 20  # How long the runs are in which little has to be learnt.
@@ -1389,10 +1422,10 @@ def plain_trainer():
 
   cfg = get_config()
   cfg.workdir = new_workdir("from_config")
-  cfg.writer = None  # Nothing has to be logged.
+  cfg.writer = None  # No event files.
   cfg.stop_after_steps = FEW_STEPS
   from_config, _ = konfig.resolve(cfg).train()
-  agree("distance of the parameters", rtol=0,
+  agree("distance from the run with a config", rtol=0,
         found=distance(state.params, from_config.params), expected=0.0)
 
 # %% [markdown]
@@ -1414,20 +1447,22 @@ def plain_trainer():
 #         "--cfg.optimizer=py::optax.sgd(learning_rate=0.1)"
 #
 # `__args__` are the arguments of `get_config`, for what changes more than one
-# field: a dataclass `ConfigArgs` names them. Run the command in the project's
+# field, as the width does below: a dataclass `ConfigArgs` names them. They can
+# also be written behind the file's name:
+# `--cfg=configs/my_experiment.py:width=8`. Run the command in the project's
 # directory, where Python finds `project`, and expect pages of log lines.
 #
 # (The command `kauldron` that is installed too does not start in Kauldron 1.4.2
-# and 1.4.4. Three of its subcommands can be called from Python.
-# `kd.cli.config.Show(cfg=cfg)()` prints a config, `kd.cli.config.Resolve` also
-# builds the Trainer, and `kd.cli.data.ElementSpec` prints the shapes of a
-# batch.)
+# and 1.4.4. Its subcommands can be called from Python.
+# `kd.cli.config.Show(cfg=cfg)()` prints a config. If `workdir` is set,
+# `kd.cli.config.Resolve` also builds the Trainer, `kd.cli.data.ElementSpec`
+# prints the shapes of a batch, and `kauldron.cli.run.EvalShape`, a module to
+# import, those of a training step.)
 #
-# The command is not run here, since it would import everything once more; a
-# test does that. Below the two files are written and trained without it: a
-# config file is a Python file, so its `get_config` can be called.
-# `konfig.get_config_from_module` is what
-# `--cfg=configs/my_experiment.py:width=8` comes to.
+# The command is not run here, since it would import everything once more. (The
+# tour's own tests run it.) Below the two files are written and trained without
+# it: a config file is a Python file, so its `get_config` can be called.
+# `konfig.get_config_from_module(my_experiment, "width=8")` does that.
 
 # %%
 PROJECT_FILE = '''
@@ -1464,7 +1499,7 @@ with konfig.imports():
   import project
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfigArgs:
   width: int = 16
 
@@ -1477,7 +1512,7 @@ def get_config(args: ConfigArgs = ConfigArgs()):
   cfg.train_losses = {
       "cross_entropy": kd.losses.SoftmaxCrossEntropyWithIntLabels(
           logits="preds.logits", labels="batch.label")}
-  cfg.optimizer = optax.adam(learning_rate=0.01)
+  cfg.optimizer = optax.adam(learning_rate=0.16 / args.width)
   cfg.num_train_steps = 10
   cfg.log_metrics_every = 1
   cfg.profiler = None
@@ -1517,9 +1552,12 @@ def project():
 # ## The training loop is one you could write yourself
 #
 # `train()` is a loop over `trainer.trainstep.step`, which takes a state and a
-# batch and returns the next state. Around it `train()` evaluates, saves and
-# logs. You may write the loop yourself, for instance in a notebook to look at
-# one step. A state that you pass is donated: it is used up, and its memory
+# batch and returns the next state and the auxiliaries. (These are empty unless
+# you ask for them with `return_losses=True`, `return_metrics=True`.) Around it
+# `train()` evaluates, saves and logs. You may write the loop yourself, for
+# instance in a notebook to look at one step. `device_put` brings the batches to
+# the devices, divided among them as `trainer.sharding.batch` says (section
+# `sharding`). A state that you pass is donated: it is used up, and its memory
 # holds the next one.
 #
 # And the step is what you would write in plain JAX. The third version below
@@ -1533,7 +1571,7 @@ def readable_loop():
   """`train()`, a loop over `step` and plain JAX end with equal parameters."""
   cfg = get_config()
   cfg.workdir = new_workdir("readable_loop")
-  cfg.writer = None  # Nothing has to be logged.
+  cfg.writer = None  # No event files.
   cfg.stop_after_steps = FEW_STEPS
   trainer = konfig.resolve(cfg)
   trained, _ = trainer.train()
@@ -1579,15 +1617,20 @@ def readable_loop():
 # training step with shapes in place of arrays. It is found by tracing, without
 # training anything. That makes it the quickest way to see whether the keys of
 # model, losses and metrics are right: if one is not, this raises the KeyError
-# that `train()` would. (Those of evaluators are looked up when they run.) Some
-# of what it holds:
+# that `train()` would. (Two kinds are not seen: those of evaluators, which are
+# looked up when they run, and those inside `SkipIfMissing`, below.) Some of
+# what it holds:
 #
 # - `batch`, `step`, `params`, `preds`: as you would think.
 # - `interms`: what each layer returned. `interms.encoder.__call__[0]` is the
 #   output of the first call of the layer `encoder`.
 # - `grads`, `updates`: the gradients, and what the optimizer made of them.
 #   Evaluation has neither; `kd.metrics.SkipIfMissing` leaves a metric out where
-#   its key is missing.
+#   its key is missing, and also where it is misspelt.
+#
+# Metrics and summaries see all of it. The keys of a model can name only `batch`
+# and `step`; those of a loss all but `grads` and `updates`, which come after
+# it.
 #
 # So a metric or a summary whose key is such a path sees the inside of a model
 # whose code does not know. `TreeMap` makes one value of each array in a tree,
@@ -1612,8 +1655,8 @@ def inner_layer():
       "gradient": lazy_kd.metrics.SkipIfMissing(
           lazy_kd.metrics.TreeReduce(metric=lazy_kd.metrics.Norm(
               tensor="grads",
-              axis=None,  # The norm of whole arrays, not of their rows,
-              aggregation_type="concat"))),  # and of all arrays as one.
+              axis=None,  # Of an array as a whole, not of its rows.
+              aggregation_type="concat"))),  # All arrays count as one vector.
   }
   cfg.train_summaries = {
       "layer": lazy_kd.summaries.HistogramSummary(tensor=layer, num_buckets=30)}
@@ -1664,9 +1707,14 @@ def inner_layer():
   expected_count, edges = np.histogram(encoded, bins=30)
   agree("histogram, left edges", logged=left, by_hand=edges[:-1])
   agree("histogram, right edges", logged=right, by_hand=edges[1:])
+  # A value at the edge of two bins may be counted in either.
   agree("histogram, counts", rtol=0.01, logged=count, by_hand=expected_count)
+
+  # How the layer changes: the largest output is where the last bin ends.
   largest = [np.array(histogram)[-1, 1]  # The right edge of the last bin.
              for histogram in histograms]
+  show("largest output of the encoder, first step", float(largest[0]))
+  show("largest output of the encoder, last step", float(largest[-1]))
   draw("inner_layer", {"largest": (steps, largest)},
        xlabel="step", ylabel="largest output of the encoder")
 
@@ -1680,9 +1728,13 @@ def inner_layer():
 #
 # Written so, a variant *is* its difference from the base. The last one changes
 # the optimizer, whole. (The schedule is still logged then, though nothing uses
-# it.)
+# it.) Mind the spelling: if the last part of a path is wrong, a field of that
+# name is added, and only `konfig.resolve` finds out.
 
 # %%
+VARIANTS = ("base", "slow", "sharp", "rmsprop")
+
+
 def sweep_variants():
   """Yields, for each variant, the paths that it changes and to what."""
   yield {}
@@ -1697,7 +1749,7 @@ def sweep():
   base_config = kontext.flatten_with_path(get_config())
   held_out = held_out_images()
   curves = {}
-  for changes in sweep_variants():
+  for name, changes in zip(VARIANTS, sweep_variants(), strict=True):
     cfg = get_config()
     for path, value in changes.items():
       kontext.set_by_path(cfg, path, value)
@@ -1706,7 +1758,6 @@ def sweep():
     flat = kontext.flatten_with_path(cfg)
     changed = sorted(path for path in base_config.keys() | flat.keys()
                      if base_config.get(path) != flat.get(path))
-    name = " ".join(changes) or "base"
     show(f"{name}, changed", " ".join(changed) or "nothing")
     follows = "optimizer.learning_rate.init_value"  # It refers to a schedule.
     for path in changed:
@@ -1724,46 +1775,58 @@ def sweep():
     recall = recall_by_hand(np.asarray(preds["logits"]), held_out["label"])
 
     show(f"{name}, held-out recall", recall)
-    curves[name.partition(".")[0]] = read_events(cfg.workdir, "losses/total")
+    curves[name] = read_events(cfg.workdir, "losses/total")
   draw("sweep", curves, xlabel="step", ylabel="training loss (nats)")
 
   # Each learns something else. At step 0 the parameters and the batch are the
   # same in all; so is the loss, except with another gamma.
   losses = [values for _, values in curves.values()]
-  base, slow, sharp, other_optimizer = losses
+  base, slow, sharp, rmsprop = losses
   agree("slow, step 0", loss=slow[0], base=base[0])
-  agree("other optimizer, step 0", loss=other_optimizer[0], base=base[0])
+  agree("rmsprop, step 0", loss=rmsprop[0], base=base[0])
   assert abs(sharp[0] - base[0]) > 1e-3, (sharp[0], base[0])
-  for variant in (slow, sharp, other_optimizer):
+  for variant in (slow, sharp, rmsprop):
     assert abs(variant[-1] - base[-1]) > 1e-3, (variant[-1], base[-1])
 
 # %% [markdown]
 # ## A data pipeline is config too
 #
 # An `InMemoryPipeline` gets a function, `loader=train_images`, and calls it
-# when it needs the data. A `DataSource`, which is built on PyGrain, gets the
-# data: any object with a length and an index, hence
-# `data_source=train_examples()`, a call that is recorded like any other. It
-# takes examples one by one through `transforms`, and batches them. A transform
-# is one of Kauldron's, or any function of an example, or a class of your own
-# that derives from `MapTransform` (the whole example), `ElementWiseTransform`
-# (those that its field `key` names), and for random ones
-# `kd.data.py.ElementWiseRandomTransform`, which gets a generator for each
-# example.
+# when it needs the data. A `DataSource` gets the data: any object with a length
+# and an index, hence `data_source=train_examples()`, a call that is recorded
+# like any other. It is built on PyGrain, Google's library for reading examples
+# one by one, as is all of `kd.data.py`. It takes each example through
+# `transforms`, and then forms batches. A transform is
+#
+# - any function of an example, which is named, not called;
+# - one of Kauldron's: `kd.data.Elements` keeps, drops and renames;
+# - one of your own, whose class derives from one of these:
+#
+# | base class | method | it gets |
+# | --- | --- | --- |
+# | `kd.data.MapTransform` | `map` | an example |
+# | `kd.data.ElementWiseTransform` | `map_element` | each value named by `key` |
+# | `kd.data.py.ElementWiseRandomTransform` | `random_map_element` | + an rng |
 #
 # What bites:
 #
-# - `num_workers` is 16 unless you say otherwise. Workers are processes, and
-#   each forms batches of its own share of the data: with two, a batch holds
-#   examples 0, 2, 4 and so on, or 1, 3, 5. A script needs
-#   `if __name__ == "__main__":`, and outside `kauldron.main` absl's flags must
-#   be parsed (`absl.flags.FLAGS.mark_as_parsed()`). `num_workers=0` needs
+# - Whether the data is shuffled is for you to say: a `DataSource` needs
+#   `shuffle=`, and an `InMemoryPipeline` without it does not shuffle.
+# - `num_workers` is 16 unless you say otherwise, in a notebook always 0.
+#   Workers are processes, and each forms batches of its own share of the data:
+#   with two, a batch holds examples 0, 2, 4 and so on, or 1, 3, 5. A script
+#   needs `if __name__ == "__main__":`, and outside `kauldron.main` absl's flags
+#   must be parsed (`absl.flags.FLAGS.mark_as_parsed()`). `num_workers=0` needs
 #   nothing.
-# - What does not fill a batch is dropped, unless `batch_drop_remainder` says
-#   otherwise. An `InMemoryPipeline` with less than one batch, and no
-#   `num_epochs`, waits for ever.
+# - An `InMemoryPipeline` drops, in each epoch, what does not fill a batch. With
+#   less than one batch, and no `num_epochs`, it waits for ever.
+# - A `DataSource` goes on with the next epoch in the same batch. What is left
+#   at the very end is dropped, unless `batch_drop_remainder=False`, and each
+#   worker drops its own: 24 examples in batches of 6 and five workers are no
+#   batch at all, once `num_epochs` is 1.
 #
-# What the Trainer has to know of a batch is its `element_spec`.
+# What the Trainer has to know of a batch is its `element_spec`. The pipeline
+# below is looked at, not trained with: it renames what the loss asks for.
 
 # %%
 def train_examples():
@@ -1837,6 +1900,8 @@ def data_pipeline():
 #     kd.data.py.HuggingFace(path="ylecun/mnist", config=None, split="train",
 #                            shuffle=True, batch_size=32)
 #
+# (The last one needs `pip install datasets`.)
+#
 # `kd.data.py.Mix` takes examples from several sources, in proportion to
 # weights.
 
@@ -1862,7 +1927,8 @@ def data_files():
   show("the last example", x[-1].tolist())
   agree("all examples", read=x, written=[example["x"] for example in examples])
 
-  # Three of these examples for one of others. `Mix` forms the batches.
+  # Three of these examples for one of others. `Mix` forms the batches, and it
+  # is its `num_workers` that counts.
   other = [{"x": [0.0, 0.0], "source": [1]}] * 12
   parts = [
       kd.data.py.DataSource(data_source=source, shuffle=False,
@@ -1896,20 +1962,21 @@ def data_files():
 def resumed_run():
   """With PyGrain a resumed run ends as an uninterrupted one, bit for bit."""
   cfg = get_config()
-  cfg.writer = None  # Nothing has to be logged.
+  cfg.writer = None  # No event files.
   cfg.checkpointer.save_interval_steps = 10
   in_memory = cfg.train_ds
 
-  def stop_and_resume():
+  def stop_and_resume(data):
     """Trains to step 10, and from there to the end as a new process would."""
     cfg.workdir = new_workdir("resumed")
     cfg.stop_after_steps = 11  # One step after the checkpoint of step 10.
     stopped, _ = konfig.resolve(cfg).train()
-    agree("steps taken", found=int(stopped.step), expected=11)
+    agree(f"{data}, steps taken before the stop", found=int(stopped.step),
+          expected=11)
 
     cfg.stop_after_steps = FEW_STEPS
     trainer = konfig.resolve(cfg)
-    agree("the newest checkpoint is of step",
+    agree(f"{data}, the newest checkpoint is of step",
           found=trainer.checkpointer.latest_step, expected=10)
     resumed, _ = trainer.train()
     return resumed
@@ -1923,15 +1990,15 @@ def resumed_run():
   cfg.workdir = new_workdir("uninterrupted")
   cfg.stop_after_steps = FEW_STEPS
   uninterrupted, _ = konfig.resolve(cfg).train()
-  resumed = stop_and_resume()
-  agree("steps", resumed=int(resumed.step),
+  resumed = stop_and_resume("PyGrain")
+  agree("PyGrain, steps in all", resumed=int(resumed.step),
         uninterrupted=int(uninterrupted.step))
   agree("PyGrain, distance from the uninterrupted run", rtol=0,
         found=distance(resumed.params, uninterrupted.params), expected=0.0)
 
   # In memory it ends elsewhere than a run without an interruption.
   cfg.train_ds = in_memory
-  resumed = stop_and_resume()
+  resumed = stop_and_resume("in memory")
   trainer = konfig.resolve(cfg)
   state = trainer.init_state()
   batches = trainer.train_ds.take(FEW_STEPS)
@@ -1961,14 +2028,16 @@ def resumed_run():
 # none), and writes under its own name. It sees no gradients. Its data is
 # `cfg.eval_ds`, or its own `ds`.
 #
-# Its data should end: `num_epochs=1`. An `InMemoryPipeline` drops what does not
-# fill a batch, so of 250 examples it would score 240.
+# Its data should end, `num_epochs=1`, or the evaluator: `num_batches=5`. An
+# `InMemoryPipeline` drops what does not fill a batch: of 250 examples in
+# batches of 48 it scores 240. A `DataSource` with `batch_drop_remainder=False`
+# has all of them, if the devices can share the last batch evenly.
 #
 # An evaluator can be called at any other time too:
-# `trainer.evals["held_out"].evaluate(state=state, step=...)`. And it may change
-# the state first, with an `init_transform` of its own; `kd.optim.UseEmaParams`,
-# for one, takes averaged parameters, if the optimizer has kept them
-# (`kd.optim.ema_params`).
+# `trainer.evals["held_out"].evaluate(state=state, step=...)`, which is logged
+# as well. And it may change the state first, with an `init_transform` of its
+# own (section `loaded_weights`); `kd.optim.UseEmaParams`, for one, takes
+# averaged parameters, if the optimizer has kept them (`kd.optim.ema_params`).
 
 # %%
 @section("Held-out data is scored along the way")
@@ -2003,9 +2072,9 @@ def evaluators():
   agree("held-out loss at step 4", logged=losses[-1], by_hand=loss)
   agree("held-out recall at step 4", logged=recalls[-1], by_hand=recall)
 
-  # The other evaluator: once, and without metrics.
+  # The evaluator `once`, without metrics.
   steps, _ = read_events(cfg.workdir, "losses/total", "once")
-  agree("the other one, scored at steps", found=tuple(steps), expected=(3,))
+  agree("once, scored at steps", found=tuple(steps), expected=(3,))
   with raises(KeyError, "metrics/recall"):
     read_events(cfg.workdir, "metrics/recall", "once")
 
@@ -2019,10 +2088,11 @@ def evaluators():
 #
 # With `best_metric_path` the checkpointer keeps those checkpoints that an
 # evaluator (the first part of the path) gave the best values of a metric.
-# `best_mode` is "max" unless you say "min". The evaluator must run whenever a
-# checkpoint is saved, at step 0 too: with one that has no such metric, choosing
-# ends in a KeyError. `train()` still returns the last state, and a resumed run
-# goes on from what was kept.
+# `best_mode` is "max" unless you say "min". Losses are not looked up: to go by
+# one, put it among the metrics as well. The evaluator must run whenever a
+# checkpoint is saved, at step 0 too: a checkpoint without the metric makes the
+# choice end in a KeyError. `train()` still returns the last state, and a
+# resumed run goes on from what was kept.
 #
 # To have a run that gets worse again, the learning rate doubles at each step.
 # (On a larger scale that is how one finds out which rate a model can take.)
@@ -2064,10 +2134,11 @@ def best_checkpoint():
 # a checkpoint beside it gives back the state. Read the JSON into a `ConfigDict`
 # before you resolve it: a plain dict fails where two parts share a third.
 #
-# What is trained in the same directory later is another matter. If its
-# parameters or the optimizer's state have another structure or shape, that
-# fails. Other differences pass unnoticed, and `config.json` keeps the first
-# version as soon as there is a checkpoint after step 0.
+# If you train a changed config in the same directory, it resumes, and fails if
+# the parameters or the optimizer's state now have another structure or shape.
+# Any other change passes unnoticed; and once there is a checkpoint after step
+# 0, `config.json` is not written again. It then holds the first config, not the
+# one that was trained last.
 
 # %%
 @section("A work directory gives back its run")
@@ -2111,9 +2182,11 @@ def rebuilt_run():
 # the optimizer then goes on where it was, while the step number, and with it
 # `num_train_steps`, starts at 0.
 #
-# Modules of the same name get what was saved, and must have the same shapes, or
-# the first step fails; any others stay as they were initialised, and nothing is
-# said of it. (`PartialKauldronLoader`, which is for parts of another model,
+# Arrays with the same path, such as `params.encoder.kernel`, get what was
+# saved, and must have the same shapes, or the first step fails: give a head for
+# another task another name. Any others stay as they were initialised, and
+# nothing is said of it: an `encoder` that now stands inside a `backbone` gets
+# nothing. (`PartialKauldronLoader`, which is for parts of another model,
 # imports a module that orbax-checkpoint 0.12.8 lacks.)
 
 # %%
@@ -2122,7 +2195,7 @@ def loaded_weights():
   """A new run starts with the parameters that another one saved last."""
   pretrained = get_config()
   pretrained.workdir = new_workdir("pretrained")
-  pretrained.writer = None  # Nothing has to be logged.
+  pretrained.writer = None  # No event files.
   pretrained.stop_after_steps = FEW_STEPS
   pretrained.checkpointer.save_interval_steps = 10
   konfig.resolve(pretrained).train()
@@ -2156,15 +2229,25 @@ def loaded_weights():
 # `select("head")` selects what has `head` as one whole part of its path, and
 # `exclude("head")` all the rest. Neither knows `head_a` or `my_head`: for these
 # you need a regular expression, `".*head.*"`, which also must match whole
-# parts. A star or a bracket makes a pattern one; a dot alone does not.
+# parts. A name is taken for a regular expression if it has a star or a bracket
+# in it; a dot alone does not make it one. Several names are given as a list.
+# (Do not write "head|encoder": a bare bar also matches parts of names.)
 #
-# Together with one more line, the `init_transform` of section `loaded_weights`,
-# that is fine-tuning: the encoder comes from another run and stays as it is.
+# With the lesson before this one, that is fine-tuning: the encoder comes from
+# another run, and stays as it was there. Its parameters, that is: the running
+# statistics of a frozen `nn.BatchNorm` go on moving, unless the layer is told
+# to use them as they are (`use_running_average=True`).
+#
+#     cfg.init_transform = lazy_kd.ckpts.SimpleCheckpointLoader(workdir="...")
+#     cfg.optimizer = lazy_kd.optim.partial_updates(
+#         lazy_optax.adam(learning_rate=0.001),
+#         mask=lazy_kd.optim.select("head"))
 #
 # A pattern that matches nothing is no error. With `exclude` nothing is frozen
 # then, with `select` everything is, and you learn of it when the training is
 # over. So look before: the mask is a function from parameters to a tree of
-# booleans, and shapes will do for parameters.
+# booleans, and shapes will do for parameters. `trainer.state_specs` is the
+# state with shapes in place of arrays.
 
 # %%
 @section("Frozen parameters keep every bit, and the others move")
@@ -2172,7 +2255,7 @@ def frozen_weights():
   """`select` moves just what it names; a mask shows that before training."""
   cfg = get_config()
   cfg.workdir = new_workdir("frozen_weights")
-  cfg.writer = None  # Nothing has to be logged.
+  cfg.writer = None  # No event files.
   cfg.stop_after_steps = FEW_STEPS
   cfg.log_metrics_every = 1
   cfg.checkpointer = None
@@ -2211,8 +2294,9 @@ def frozen_weights():
 # gradients of several smaller ones before the optimizer moves. Kauldron needs
 # nothing for that. But Kauldron's step number still counts batches: below,
 # eight batches of 12 make two moves. A schedule inside `MultiSteps` counts
-# moves. And a loss with a mask is averaged batch by batch, which is not the
-# mean of all that counts.
+# moves, so it has to end after a quarter of `num_train_steps`; and what is
+# logged of it counts batches, and is not the rate that was used. A loss with a
+# mask is averaged batch by batch, which is not the mean of all that counts.
 
 # %%
 @section("Several small batches make one large step")
@@ -2224,7 +2308,7 @@ def large_batches():
   cfg.train_ds.shuffle = False  # So that both see the same images.
   cfg.checkpointer = None
   cfg.log_metrics_every = 1
-  cfg.writer = None  # Nothing has to be logged.
+  cfg.writer = None  # No event files.
   cfg.stop_after_steps = 2
   cfg.workdir = new_workdir("large")
   large, _ = konfig.resolve(cfg).train()
@@ -2288,7 +2372,7 @@ def sharding():
   cfg = get_config()
   cfg.stop_after_steps = FEW_STEPS
   cfg.log_metrics_every = 1
-  cfg.writer = None  # Nothing has to be logged.
+  cfg.writer = None  # No event files.
   cfg.workdir = new_workdir("copied")
   cfg.checkpointer = None
   copied, _ = konfig.resolve(cfg).train()
@@ -2318,7 +2402,7 @@ def sharding():
 
   # It is the same training, to rounding.
   far = distance(jax.device_get(copied.params), jax.device_get(divided.params))
-  print(f"  distance of the results: {far:.0e}")
+  print(f"  distance between copied and divided: {far:.0e}")
   assert far < 1e-6, far
 
   # The sharding of our own, seen without training.
@@ -2347,6 +2431,9 @@ def sharding():
 #
 #     jax.distributed.initialize()
 #
+# (`python -m kauldron.main` does not; write a script that does, and then calls
+# `konfig.resolve(cfg).train()`.)
+#
 # From then on `jax.devices()` lists the devices of all processes, and what you
 # have read about sharding is true of them. Kauldron builds on that; nothing in
 # a config says how many processes there are. Three things must be the same for
@@ -2359,6 +2446,9 @@ def sharding():
 #
 #     jax.distributed.initialize("10.0.0.1:8476", num_processes=2, process_id=0)
 #
+# Under Slurm and Open MPI a process takes one GPU: start as many as a machine
+# has, or name them with `local_device_ids=[0, 1, 2, 3]`.
+#
 # The address is that of process 0. If a process dies, the others end with an
 # error, because they cannot go on without it; start all of them again, and the
 # run goes on from its last checkpoint. A process that is silent counts as dead
@@ -2369,16 +2459,20 @@ def sharding():
 # - `InMemoryPipeline` draws the same batches as one process would, and each
 #   process yields its part of them. PyGrain deals the examples out to the
 #   processes first, so that its batches are others, and so is the result.
-# - PyGrain saves a position for each process. A run of two processes cannot go
-#   on with one: "ds_iter/process_0-of-1.json does not exist". With
-#   `InMemoryPipeline` it can, whatever the numbers are, and so can one of one
-#   process with two.
+# - PyGrain saves a position for each process. So a run of two processes cannot
+#   go on with one: "ds_iter/process_0-of-1.json does not exist". With
+#   `InMemoryPipeline` a run can go on with more processes, or with fewer.
 #
-# The section below is written for any number of processes. You probably see it
-# with one. Real processes take an import of TensorFlow each, too long for this
-# tour: `make hosts` starts two, compares their parameters with those of one
-# process to the last digit, kills one and resumes. And with `--distributed`
-# this very script is one of several.
+# The section below holds for any number of processes. With one, which is what
+# you probably see, the part of a process is the whole. To see it with two, copy
+# this file and run in two terminals, with 0 and with 1 at the end:
+#
+#     python kauldron_tour.py --only several_processes --workdir out \
+#         --distributed localhost:8476 2 0
+#
+# The first says "examples in this process => 24", and "loss at step 0" is still
+# the mean of all 48. (The tour's own tests do that, and compare a whole
+# training by two processes with one by a single process.)
 
 # %%
 @section("More machines take one call, and the config stays as it is")
@@ -2393,7 +2487,7 @@ def several_processes():
   # One step, as `train()` makes it.
   cfg = get_config()
   cfg.workdir = new_workdir("several_processes")
-  cfg.writer = None  # Nothing has to be logged.
+  cfg.writer = None  # No event files.
   trainer = konfig.resolve(cfg)
   state = trainer.init_state()
   params = jax.device_get(state.params)
@@ -2435,14 +2529,16 @@ def several_processes():
 # JAX alone can run, without flax and without your code. The parameters are not
 # in it; they are an argument. By default nothing is exported, and what
 # `train()` exports is the model in training mode, before the first step. The
-# call below exports it for use. (Below it is read in this very process; one of
-# the tests reads it in another, where flax and Kauldron are not imported.)
+# call below exports it for use. Both have the same name, so export for use
+# after training, or give the exporter another `name`. (Below it is read in this
+# very process; one of the tests reads it in another, where flax and Kauldron
+# are not imported.)
 #
-# The file runs on as many devices as there were. The size of the batch stays
-# open, for which the model must write `image.shape[0]` where it might have said
-# `len(image)`. Import `kd.train` before `kd.export`. A model with other
-# collections, such as BatchNorm's, is not exported rightly by Kauldron 1.4.2 to
-# 1.4.4.
+# The file runs on as many devices as there were, of the kinds that `platforms`
+# names. The size of the batch stays open, for which the model must write
+# `image.shape[0]` where it might have said `len(image)`. Outside a Trainer's
+# config, import `kd.train` before `kd.export`. A model with other collections,
+# such as BatchNorm's, is not exported rightly by Kauldron 1.4.2 to 1.4.4.
 
 # %%
 @section("A model is exported to where there is no Kauldron")
@@ -2456,15 +2552,33 @@ def exported_model():
   trainer.exporter.export(
       model=trainer.model, state=state,
       element_spec=trainer.train_ds.element_spec, is_training=False)
+  # The exporter's field `name` is "train_model" unless you choose another.
   (path,) = pathlib.Path(cfg.workdir).glob("*.jax_exported")
   show("file", path.name)
 
+  # The parameters go into a file of their own.
+  flat = kontext.flatten_with_path(jax.device_get(state.params))
+  np.savez(path.with_suffix(".npz"), **flat)
+
+  # What follows needs JAX and NumPy only.
   from jax import export
   exported = export.deserialize(path.read_bytes())
+  params = {}
+  for name, array in np.load(path.with_suffix(".npz")).items():
+    module, _, field = name.partition(".")  # Here "encoder" and "kernel".
+    params.setdefault(module, {})[field] = array
+
+  # It was exported for all devices, so all must have the parameters.
+  mesh = jax.sharding.Mesh(jax.devices(), "devices")
+  on_all = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  params = jax.device_put(params, on_all)
+
   image = held_out_images()["image"][:7]  # Not the size of a batch.
   outputs = exported.call(  # The key is for models with random numbers.
-      params=state.params, key=jax.random.PRNGKey(0), image=image)
+      params=params, key=jax.random.PRNGKey(0), image=image)
   logits = outputs["preds"]["logits"]
+
+  # By hand.
   params = jax.device_get(state.params)
   hidden = image.reshape(7, 64) @ params["encoder"]["kernel"]
   by_hand = np.maximum(hidden, 0) @ params["head"]["kernel"]
@@ -2479,11 +2593,12 @@ def exported_model():
 # `kd.nn.Dropout` uses it itself. Outside a Trainer you say it to `apply`:
 # `is_training_property=False`.
 #
-# Random numbers come in named *streams*. A key of a stream is made from the
-# seed, the stream's name, the step and the mode, so the same run has the same
-# noise, and each step has its own. `dropout` and `default` are there for
-# training; an evaluator has none unless you ask for it with `eval=True`, and
-# then counts its batches, so that each evaluation has the same noise. Below a
+# Random numbers come in named *streams*. A key is made from the seed, the
+# stream's name, whether it is for training or evaluation, and a number: in
+# training the step, in evaluation the number of the batch, from 0 on. So each
+# step has noise of its own, the same run has the same noise again, and every
+# evaluation has the same noise. `dropout` and `default` are there for training.
+# An evaluator has only the streams that were declared with `eval=True`. Below a
 # stream of our own, `noise`, exists in both.
 
 # %%
@@ -2511,7 +2626,7 @@ def random_streams():
       [lazy_kd.train.RngStream("noise", eval=True)])
   cfg.train_losses = {}
   cfg.train_metrics = {}
-  for name in ("flag", "dropped", "noise"):  # The mean of each, as a metric.
+  for name in ("flag", "dropped", "noise"):  # The mean: a loss as a metric.
     cfg.train_metrics[name] = lazy_kd.losses.Value(values=f"preds.{name}")
   cfg.evals = {"here": lazy_kd.evals.Evaluator(
       run=lazy_kd.evals.Once(0), ds=cfg.train_ds, num_batches=1)}
@@ -2554,6 +2669,8 @@ def random_streams():
   agree("what is kept", found=step_0["dropped"].max(), expected=1 / 0.75)
 
   # Another step has another mask and other noise, and so has evaluation.
+  show("mean noise at step 1", float(step_1["noise"].mean()))
+  show("mean noise in evaluation", means["metrics/noise"])
   assert (step_1["dropped"] != step_0["dropped"]).any()
   assert abs(step_1["noise"] - step_0["noise"]).mean() > 0.1
   assert abs(means["metrics/noise"] - step_0["noise"].mean()) > 1e-4
@@ -2588,7 +2705,7 @@ def model_state():
   cfg = get_config()
   cfg.workdir = new_workdir("model_state")
   cfg.model = lazy_tour.Normalized(image="batch.image")
-  cfg.writer = None  # Nothing has to be logged.
+  cfg.writer = None  # No event files.
   cfg.stop_after_steps = FEW_STEPS
   cfg.log_metrics_every = 1
   cfg.checkpointer = None
@@ -2631,12 +2748,16 @@ def model_state():
 # | training step  | `kd.train.TrainStep`     | `_step(state, batch)`    |
 #
 # A summary is a metric that stands in `cfg.train_summaries`. `_step` is meant
-# to be overridden, in spite of its name.
+# to be overridden, in spite of its name. A class that adds fields, or whose
+# base class is a frozen dataclass, is made one too, as losses and metrics are.
+# A training step needs `eq=False`, as its base class has it: JAX tells one from
+# another by identity.
 #
 # Inside `train()` JAX refuses to move arrays between host and device unasked.
 # An evaluator therefore fetches what it needs with `jax.device_get` and goes on
 # in NumPy, as below. (For single bad batches optax has `apply_if_finite` as
-# well; it looks at the updates, the step below at the loss.)
+# well; it looks at the gradients, and guards nothing but parameters and
+# optimizer. The step below looks at the loss, and guards the whole state.)
 
 # %%
 @dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
@@ -2904,7 +3025,9 @@ def own_experiment():
 
   # Are all keys right? This takes no step.
   paths = kontext.flatten_with_path(trainer.context_specs)
-  show("paths that a key may name", len(paths))
+  for path in ("batch.signal", "interms.encoder.__call__[0]",
+               "preds.amplitude"):
+    show(path, f"{paths[path].dtype}{list(paths[path].shape)}")
 
   # The first half, then the other. Step 100, the one after the checkpoint, is
   # taken in both, and logged twice.
@@ -2945,8 +3068,9 @@ def own_experiment():
 # (`frozen_weights`). Kauldron's documentation is at kauldron.readthedocs.io,
 # its source on GitHub in google-research/kauldron. Some of what the
 # documentation teaches does not work in a published Kauldron (1.4.2 and 1.4.4):
-# `kd.data.tf`, most of `kd.contrib`, `kd.train.Trainer.eval_only()`, and the
-# command `kauldron`.
+# `kd.data.tf`, most of `kd.contrib.data`, `kd.train.Trainer.eval_only()`, and
+# the command `kauldron`. The other parts of `kd.contrib` must be imported
+# before they are used: `import kauldron.contrib.losses`.
 
 # %% The command line (skip this) jupyter={"source_hidden": true}
 def stop(sentence):

@@ -5,7 +5,7 @@ what needs a table of cases or a trick: the notation of both type checkers,
 copies of configs, what else a run writes. `make smoke` runs this file with
 other versions, so the name of a test says what is no longer true if it fails.
 
-Configs name what is defined here "test_kauldron:Sentence", for example.
+Configs name what is defined here "test_kauldron:Backbone", for example.
 """
 
 import copy
@@ -204,6 +204,24 @@ def test_integer_keys_survive_json():
   cfg = konfig.ConfigDict({"scales": {20: 0.1}})
   read_back = konfig.ConfigDict(json.loads(cfg.to_json()))
   assert read_back.scales[20] == 0.1
+
+
+def test_resolve_freezes_lists_and_dicts():
+  cfg = konfig.ConfigDict({
+      "__qualname__": "types:SimpleNamespace", "words": ["a"],
+      "marks": {"a": 1}})
+  frozen = konfig.resolve(cfg)
+  assert frozen.words == ("a",)
+  assert not isinstance(frozen.marks, dict)
+  thawed = konfig.resolve(cfg, freeze=False)
+  assert thawed.words == ["a"]
+  assert isinstance(thawed.marks, dict)
+
+
+def test_imports_needs_the_module():
+  with pytest.raises(ImportError, match="no_such_module"):
+    with konfig.imports():
+      import no_such_module  # noqa: F401
 
 
 def test_imports_takes_modules_only():
@@ -455,6 +473,14 @@ def test_command_from_python(tmp_path, capsys, name):
   command = kontext.get_by_path(kd.cli, name)
   command(cfg=cfg)()
   assert COMMANDS[name] in capsys.readouterr().out
+
+
+def test_eval_shape_must_be_imported(tmp_path, capsys):
+  from kauldron.cli import run
+  cfg = tour.get_config()
+  cfg.workdir = str(tmp_path)
+  run.EvalShape(cfg=cfg)()
+  assert "'logits'" in capsys.readouterr().out
 
 
 def test_flag_takes_arguments_of_the_config_file(parse, tmp_path):
@@ -727,6 +753,47 @@ def test_checker_works_under_jit():
   with pytest.raises(kt.KTypeCheckError, match="argument mean"):
     jax.jit(tour.centered)(np.ones((5, 5)), np.ones(5))
   assert jax.jit(tour.centered)(np.ones((5, 5)), np.ones((5, 1))).ndim == 2
+
+
+@kt.typechecked
+@dataclasses.dataclass
+class Checked:
+  """A dataclass that is checked."""
+
+  x: kt.Float["n"]
+
+
+@dataclasses.dataclass
+class Derived(Checked):
+  """A class that derives from it, and is not decorated."""
+
+  y: int = 0
+
+
+def test_subclass_of_a_checked_dataclass_is_not_checked():
+  with pytest.raises(kt.KTypeCheckError):
+    Checked(3)
+  assert Derived(3).x == 3
+
+
+LATE = """
+from __future__ import annotations
+import dataclasses
+from kauldron import kd
+kt = kd.ktyping
+
+@kt.typechecked
+@dataclasses.dataclass
+class Late:
+  x: kt.Float["n"]
+"""
+
+
+def test_dataclass_with_late_annotations_is_not_checked(tmp_path, monkeypatch):
+  (tmp_path / "late.py").write_text(LATE)
+  monkeypatch.syspath_prepend(tmp_path)
+  import late
+  assert late.Late(3).x == 3
 
 
 def test_checked_dataclass_is_checked_when_replaced():
@@ -1056,6 +1123,25 @@ def test_misspelt_key_of_an_evaluator_fails_when_it_runs():
     jax.eval_shape(
         trainer.evals["test"].step, step_nr=0, state=trainer.state_specs,
         batch=trainer.eval_ds.element_spec)
+
+
+def test_misspelt_key_inside_skip_if_missing_is_not_seen():
+  trainer = resolved(train_metrics__recall=lazy_kd.metrics.SkipIfMissing(
+      lazy_kd.metrics.Norm(tensor="no_such.path")))
+  assert trainer.context_specs.grads
+
+
+def test_model_sees_no_parameters():
+  trainer = resolved(model__image="params.head.kernel")
+  with pytest.raises(KeyError, match="params"):
+    trainer.init_state()
+
+
+def test_loss_sees_no_gradients():
+  trainer = resolved(train_losses__focal=lazy_kd.losses.Value(
+      values="grads.head.kernel"))
+  with pytest.raises(KeyError, match="grads"):
+    _ = trainer.context_specs
 
 
 SPECS_OF_CONTEXT = {  # Path -> shape.
@@ -1431,6 +1517,17 @@ def test_evaluator_takes_so_many_batches(run):
   np.testing.assert_allclose(loss, by_hand, rtol=1e-5)
 
 
+def test_evaluation_by_a_call_is_logged(tmp_path):
+  cfg = tour.get_config()
+  cfg.workdir = str(tmp_path)
+  cfg.eval_ds = held_out_ds()
+  cfg.evals = {"test": lazy_kd.evals.Evaluator(run=lazy_kd.evals.Once(50))}
+  trainer = konfig.resolve(cfg)
+  trainer.evals["test"].evaluate(state=trainer.init_state(), step=7)
+  steps, _ = tour.read_events(cfg.workdir, "losses/total", "test")
+  assert steps == [7]
+
+
 def test_evaluator_has_the_losses_of_training(run):
   steps, _ = run.events("losses/growing", "two_batches")
   assert steps == [10]
@@ -1499,8 +1596,27 @@ def test_train_allows_no_hidden_transfers(tmp_path):
     konfig.resolve(cfg).train()
 
 
-def test_loss_may_be_the_metric_that_decides():
-  assert issubclass(kd.losses.Loss, kd.metrics.Metric)
+@pytest.mark.parametrize("as_metric", [True, False])
+def test_loss_decides_only_as_a_metric(tmp_path, as_metric):
+  cfg = tour.get_config()
+  cfg.workdir = str(tmp_path)
+  cfg.stop_after_steps = 3
+  cfg.eval_ds = held_out_ds()
+  if as_metric:
+    cfg.train_metrics["focal"] = cfg.train_losses["focal"]
+  cfg.evals = {"test": lazy_kd.evals.Evaluator(
+      run=lazy_kd.evals.EveryNSteps(1))}
+  cfg.checkpointer = lazy_kd.ckpts.Checkpointer(
+      save_interval_steps=1, max_to_keep=1, best_metric_path="test.focal",
+      best_mode="min")
+  if not as_metric:
+    with pytest.raises(KeyError, match="test.focal"):
+      konfig.resolve(cfg).train()
+    return
+  konfig.resolve(cfg).train()
+  steps, losses = tour.read_events(cfg.workdir, "metrics/focal", "test")
+  kept = konfig.resolve(cfg).checkpointer.all_steps
+  assert list(kept) == [steps[np.argmin(losses)]]
 
 
 # Checkpoints
@@ -1636,6 +1752,28 @@ def test_modules_are_loaded_by_their_names(run):
   assert tour.distance(loaded["other"], usual["other"]) == 0
 
 
+class Backbone(nn.Module):
+  """The MLP of the tour, one level further down."""
+
+  image: kontext.Key = kontext.REQUIRED
+
+  @nn.compact
+  def __call__(self, image):
+    return tour.MLP(name="backbone")(image)
+
+
+def test_module_elsewhere_in_the_tree_gets_nothing(run):
+  cfg = tour.get_config()
+  cfg.workdir = "/not/used"
+  cfg.model = lazy_here.Backbone(image="batch.image")
+  usual = konfig.resolve(cfg).init_state().params
+  cfg.init_transform = lazy_kd.ckpts.SimpleCheckpointLoader(
+      workdir=run.cfg.workdir)
+  loaded = konfig.resolve(cfg).init_state().params
+  assert set(loaded["backbone"]) == {"encoder", "head"}
+  assert tour.distance(loaded, usual) == 0
+
+
 def test_loaded_module_must_have_the_same_shape(run, tmp_path):
   cfg = tour.get_config()
   cfg.workdir = str(tmp_path)
@@ -1703,6 +1841,8 @@ PATTERNS = {  # Pattern -> the paths that it selects in PARAMS.
     "head_.": "",
     "head*": "",
     "params.encoder": "",
+    "enc|my_head": "encoder.bias encoder.kernel my_head.bias my_head.kernel",
+    "(enc|my_head)": "my_head.bias my_head.kernel",
 }
 
 
@@ -1742,6 +1882,33 @@ def test_loaded_parameters_stay_when_they_are_frozen(run, tmp_path):
   loaded = run.states[10].params
   assert tour.distance(state.params["encoder"], loaded["encoder"]) == 0
   assert tour.distance(state.params["head"], loaded["head"]) > 0.005
+
+
+def test_statistics_of_a_frozen_layer_move(tmp_path):
+  cfg = tour.get_config()
+  cfg.workdir = str(tmp_path)
+  cfg.writer = None
+  cfg.checkpointer = None
+  cfg.stop_after_steps = 2
+  cfg.model = lazy_tour.Normalized(image="batch.image")
+  cfg.optimizer = lazy_kd.optim.partial_updates(
+      lazy_optax.adam(learning_rate=0.01), mask=lazy_kd.optim.select("head"))
+  trainer = konfig.resolve(cfg)
+  before = jax.device_get(trainer.init_state())
+  after, _ = trainer.train()
+  assert tour.distance(after.params["norm"], before.params["norm"]) == 0
+  assert tour.distance(after.collections, before.collections) > 0.01
+
+
+def test_apply_if_finite_looks_at_gradients():
+  """Not at what the inner optimizer makes of them."""
+  optimizer = optax.apply_if_finite(
+      optax.scale(np.inf), max_consecutive_errors=3)
+  state = optimizer.init(np.ones(2))
+  updates, state = optimizer.update(np.ones(2), state)
+  assert np.isinf(updates).all()
+  updates, state = optimizer.update(np.full(2, np.nan), state)
+  np.testing.assert_array_equal(updates, 0)
 
 
 def test_schedule_in_multi_steps_counts_moves():
@@ -1844,6 +2011,11 @@ def exported_path(tmp_path_factory):
   export(resolved(exporter=exporter_of(workdir)))
   (path,) = workdir.glob("*.jax_exported")
   return path
+
+
+def test_both_exports_have_one_name(exported_path):
+  exporter = konfig.resolve(exporter_of("/not/used"))
+  assert exported_path.stem == exporter.name
 
 
 def test_exported_model_is_for_so_many_devices(exported_path):
@@ -2151,6 +2323,31 @@ def test_mixture_has_its_shares():
                       batch_size=8, num_epochs=1, num_workers=0, seed=0)
   (batch,) = batches_of(ds)
   assert batch == [0, 1, 2, 100, 3, 4, 5, 101]
+
+
+def test_workers_drop_what_fills_no_batch_of_their_own():
+  """What a worker reads, without starting one."""
+  examples = [{"x": np.float32(i)} for i in range(24)]
+  ds = source(examples, batch_size=6, num_workers=5)
+  assert len(ds) == 4
+  shares = [source(examples[i::5], batch_size=6) for i in range(5)]
+  assert [len(share) for share in shares] == [0] * 5
+
+
+def test_notebook_has_no_workers(monkeypatch):
+  from kauldron.data.py import base
+  monkeypatch.setattr(base.epy, "is_test", lambda: False)
+  assert base._get_num_workers(2) == 2
+  monkeypatch.setattr(base.epy, "is_notebook", lambda: True)
+  assert base._get_num_workers(2) == 0
+
+
+def test_profiler_traces_so_long():
+  profiler = kd.inspect.Profiler(workdir="/not/used")
+  assert profiler.first_profile == 10
+  assert profiler.num_profile_steps == 5
+  assert profiler.profile_duration_ms == 3000
+  assert profiler.every_secs == 3600
 
 
 def test_workers_are_sixteen_by_default():
