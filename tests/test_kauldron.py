@@ -722,6 +722,28 @@ def test_scalars(value, is_int, is_float):
     assert kt.isinstance(value, kt.ScalarFloat) == is_float
 
 
+TREES = {  # Tree -> is it one of float arrays that share n.
+    "equal": ([np.ones(2), {"a": np.ones(2)}], True),
+    "sizes-differ": ([np.ones(2), {"a": np.ones(3)}], False),
+    "other-dtype": ([np.ones(2), {"a": np.ones(2, int)}], False),
+    "no-array": ([np.ones(2), "text"], False),
+}
+
+
+@table("tree, expected", TREES)
+def test_leaves_of_a_tree(tree, expected):
+  with kt.typechecked():
+    assert kt.isinstance(tree, kt.PyTree[kt.Float["n"]]) == expected
+
+
+def test_several_axes_have_a_tuple_of_sizes():
+  with kt.typechecked():
+    kt.dim["*b"] = (2, 3)
+    assert kt.shape("*b") == (2, 3)
+    with pytest.raises(ValueError, match="tuple"):
+      kt.dim["*c"] = 2
+
+
 def test_check_type_of_the_older_checker():
   array = np.ones(3)
   kd.typing.check_type(array, kd.typing.Float["3"])
@@ -2392,6 +2414,16 @@ CLASSES = {  # Base class -> some classes of Kauldron that derive from it.
 }
 DERIVED = [(base, f"{base.partition('.')[0]}.{name}")
            for base, names in CLASSES.items() for name in names.split()]
+
+
+def test_metrics_are_hashable():
+  metric = kd.metrics.Norm(tensor="a")
+  assert hash(metric) == hash(kd.metrics.Norm(tensor="a"))
+
+
+def test_training_steps_are_told_apart_by_identity():
+  trainer = resolved()
+  assert trainer.trainstep != dataclasses.replace(trainer.trainstep)
 
 
 @pytest.mark.parametrize("base, path", DERIVED)
