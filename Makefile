@@ -75,7 +75,7 @@ hosts: $(STAMP)  ## Train in PROCESSES=2 processes, kill one, resume.
 
 lint: $(STAMP)  ## Check style, types and spelling.
 	@$(BIN)/ruff check .
-	@$(BIN)/codespell --ignore-words-list modul kauldron_tour.py README.md Makefile tests
+	@$(BIN)/codespell --ignore-words-list modul,notin kauldron_tour.py README.md Makefile tests
 	@$(BIN)/ty check --quiet --python $(VENV) --output-format concise \
 	  $(addprefix --ignore ,$(MAGIC)) kauldron_tour.py tests/smoke.py
 
