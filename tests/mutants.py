@@ -54,6 +54,7 @@ import jax
 import kauldron
 from kauldron import kd
 from kauldron.ktyping import config
+from proofs import is_check
 import pytest
 
 TESTS = pathlib.Path(__file__).parent
@@ -64,17 +65,6 @@ TIME_LIMIT = 10  # Seconds that a test may take under a fault.
 
 
 # The tests
-
-
-def is_check(node):
-  """Says whether a statement does nothing but compare."""
-  if isinstance(node, ast.Assert):
-    return True
-  if isinstance(node, ast.With):
-    call = node.items[0].context_expr
-    return ast.unparse(call).startswith("pytest.raises(")
-  return isinstance(node, ast.Expr) and ast.unparse(node).startswith(
-      "np.testing.")
 
 
 class Noting(ast.NodeTransformer):
@@ -654,6 +644,11 @@ def noticed_by(*tests):
 def there_is_one_worker(monkeypatch):
   field = kd.data.py.DataSource.__dataclass_fields__["num_workers"]
   monkeypatch.setattr(field, "default", 1)
+
+
+@noticed_by("test_loss_may_be_the_metric_that_decides")
+def a_loss_is_no_metric(monkeypatch):
+  monkeypatch.setattr(kd.losses, "Loss", object)
 
 
 @noticed_by("test_class_derives_from")

@@ -43,7 +43,7 @@ def is_check(node):
     return True
   if isinstance(node, ast.With):
     call = node.items[0].context_expr
-    return ast.unparse(call).startswith("raises(")
+    return ast.unparse(call).startswith(("raises(", "pytest.raises("))
   return isinstance(node, ast.Expr) and ast.unparse(node).startswith(
       ("agree(", "np.testing."))
 

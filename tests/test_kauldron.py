@@ -463,24 +463,18 @@ COMMANDS = {  # Of the command line, called from Python -> what it prints.
     "config.Show": "decay_steps=100",
     "config.Resolve": "Successfully resolved config!",
     "data.ElementSpec": f"label: int32[{BATCH_SIZE}, 1]",
+    "run.EvalShape": "'logits'",
 }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command_from_python(tmp_path, capsys, name):
+  import kauldron.cli.run  # noqa: F401  `kd.cli` does not import this one.
   cfg = tour.get_config()
   cfg.workdir = str(tmp_path)
   command = kontext.get_by_path(kd.cli, name)
   command(cfg=cfg)()
   assert COMMANDS[name] in capsys.readouterr().out
-
-
-def test_eval_shape_must_be_imported(tmp_path, capsys):
-  from kauldron.cli import run
-  cfg = tour.get_config()
-  cfg.workdir = str(tmp_path)
-  run.EvalShape(cfg=cfg)()
-  assert "'logits'" in capsys.readouterr().out
 
 
 def test_flag_takes_arguments_of_the_config_file(parse, tmp_path):
@@ -1618,6 +1612,10 @@ def test_train_allows_no_hidden_transfers(tmp_path):
     konfig.resolve(cfg).train()
 
 
+def test_loss_may_be_the_metric_that_decides():
+  assert issubclass(kd.losses.Loss, kd.metrics.Metric)
+
+
 @pytest.mark.parametrize("as_metric", [True, False])
 def test_loss_decides_only_as_a_metric(tmp_path, as_metric):
   cfg = tour.get_config()
@@ -1761,14 +1759,20 @@ class OtherEncoder(nn.Module):
     return {"logits": head(nn.relu(x))}
 
 
-def test_modules_are_loaded_by_their_names(run):
+def usual_and_loaded(model, run):
+  """Returns the first parameters of a model, without and with loading."""
   cfg = tour.get_config()
   cfg.workdir = "/not/used"
-  cfg.model = lazy_here.OtherEncoder(image="batch.image")
+  cfg.model = model
   usual = konfig.resolve(cfg).init_state().params
   cfg.init_transform = lazy_kd.ckpts.SimpleCheckpointLoader(
       workdir=run.cfg.workdir)
-  loaded = konfig.resolve(cfg).init_state().params
+  return usual, konfig.resolve(cfg).init_state().params
+
+
+def test_modules_are_loaded_by_their_names(run):
+  model = lazy_here.OtherEncoder(image="batch.image")
+  usual, loaded = usual_and_loaded(model, run)
   assert set(loaded) == {"other", "head"}
   assert tour.distance(loaded["head"], run.states[10].params["head"]) == 0
   assert tour.distance(loaded["other"], usual["other"]) == 0
@@ -1785,13 +1789,8 @@ class Backbone(nn.Module):
 
 
 def test_module_elsewhere_in_the_tree_gets_nothing(run):
-  cfg = tour.get_config()
-  cfg.workdir = "/not/used"
-  cfg.model = lazy_here.Backbone(image="batch.image")
-  usual = konfig.resolve(cfg).init_state().params
-  cfg.init_transform = lazy_kd.ckpts.SimpleCheckpointLoader(
-      workdir=run.cfg.workdir)
-  loaded = konfig.resolve(cfg).init_state().params
+  model = lazy_here.Backbone(image="batch.image")
+  usual, loaded = usual_and_loaded(model, run)
   assert set(loaded["backbone"]) == {"encoder", "head"}
   assert tour.distance(loaded, usual) == 0
 
