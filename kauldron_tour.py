@@ -1444,32 +1444,29 @@ def plain_trainer():
 # There the stand-ins may have the real names, because nothing else is in the
 # file.
 #
-# `python -m kauldron.main` trains such a config. Any field can be set on the
-# command line by its path, and what refers to it follows; an object is written
-# as `py::` and a call:
+# `python -m kauldron.main` trains such a config. It is run in the project's
+# directory, where Python finds `project`, and prints pages of log lines:
 #
 #     python -m kauldron.main --cfg=configs/my_experiment.py \
 #         --cfg.workdir=/absolute/path --cfg.num_train_steps=20 \
-#         --cfg.__args__.width=8 \
-#         "--cfg.optimizer=py::optax.sgd(learning_rate=0.1)"
+#         "--cfg.optimizer=py::optax.sgd(learning_rate=0.1)" \
+#         --cfg.__args__.width=12
 #
-# `__args__` are the arguments of `get_config`, for what changes more than one
-# field, as the width does below: a dataclass `ConfigArgs` names them. They can
-# also be written behind the file's name:
-# `--cfg=configs/my_experiment.py:width=8`. Run the command in the project's
-# directory, where Python finds `project`, and expect pages of log lines.
+# Any field can be set on the command line by its path, and what refers to it
+# follows. An object is written as `py::` and a call, with the module's name in
+# full. What changes several fields at once, as the width does below, is an
+# argument of `get_config`: a dataclass `ConfigArgs` names the arguments, and
+# `__args__` stands for them on the command line. (An older way is to write them
+# behind the name of the file: `--cfg=configs/my_experiment.py:width=12`.)
 #
-# (The command `kauldron` that is installed too does not start in Kauldron 1.4.2
-# and 1.4.4. Its subcommands can be called from Python.
-# `kd.cli.config.Show(cfg=cfg)()` prints a config. If `workdir` is set,
-# `kd.cli.config.Resolve` also builds the Trainer, `kd.cli.data.ElementSpec`
-# prints the shapes of a batch, and `kauldron.cli.run.EvalShape`, a module to
-# import, those of a training step.)
+# Started anew, `kauldron.main` would import everything once more. So below the
+# two files are written, and the command line goes to the function with which
+# `kauldron.main` reads it, `konfig.DEFINE_config_file`. What that returns is
+# resolved and trained, which is all that `kauldron.main` does with it.
 #
-# The command is not run here, since it would import everything once more. (The
-# tour's own tests run it.) Below the two files are written and trained without
-# it: a config file is a Python file, so its `get_config` can be called.
-# `konfig.get_config_from_module(my_experiment, "width=8")` does that.
+# In a notebook there is no command line. A config file is a Python file, so you
+# import it and call its `get_config`, or let
+# `konfig.get_config_from_module(my_experiment, "width=12")` do that.
 
 # %%
 PROJECT_FILE = '''
@@ -1519,7 +1516,8 @@ def get_config(args: ConfigArgs = ConfigArgs()):
   cfg.train_losses = {
       "cross_entropy": kd.losses.SoftmaxCrossEntropyWithIntLabels(
           logits="preds.logits", labels="batch.label")}
-  cfg.optimizer = optax.adam(learning_rate=0.16 / args.width)
+  cfg.optimizer = optax.adam(
+      learning_rate=0.16 / args.width)  # Smaller steps for a wider layer.
   cfg.num_train_steps = 10
   cfg.log_metrics_every = 1
   cfg.profiler = None
@@ -1530,26 +1528,47 @@ def get_config(args: ConfigArgs = ConfigArgs()):
 @section("A project is an implementation and a config")
 def project():
   """Two files make a project; the config file is one that Kauldron trains."""
+  from absl import flags
   folder = pathlib.Path(new_workdir("project"))
   (folder / "configs").mkdir()
   (folder / "project.py").write_text(PROJECT_FILE)
-  (folder / "configs" / "my_experiment.py").write_text(CONFIG_FILE)
-  sys.path.insert(0, str(folder))  # As if Python had been started there.
+  config_file = folder / "configs" / "my_experiment.py"
+  config_file.write_text(CONFIG_FILE)
+
+  # As if this were `python -m kauldron.main ...` in that directory.
+  arguments = sys.argv
+  sys.argv = [
+      "kauldron.main", f"--cfg={config_file}",
+      f"--cfg.workdir={folder}/run", "--cfg.num_train_steps=20",
+      "--cfg.optimizer=py::optax.sgd(learning_rate=0.1)",
+      "--cfg.__args__.width=12"]
+  sys.path.insert(0, str(folder))
   try:
-    from configs import my_experiment
-    cfg = konfig.get_config_from_module(my_experiment, "width=12")
-    cfg.workdir = str(folder / "run")
-    show("cfg.model", cfg.model)
+    command_line = flags.FlagValues()
+    cfg_flag = konfig.DEFINE_config_file("cfg", flag_values=command_line)
+    command_line(sys.argv)
+    cfg = cfg_flag.value
     state, aux = konfig.resolve(cfg).train()
+
+    # As in a notebook.
+    from configs import my_experiment
+    in_notebook = konfig.get_config_from_module(my_experiment, "width=12")
   finally:
+    sys.argv = arguments
     sys.path.remove(str(folder))
     for name in ("project", "configs", "configs.my_experiment"):
       sys.modules.pop(name, None)
 
+  show("cfg.model", cfg.model)
+  show("cfg.optimizer", cfg.optimizer)
+  agree("the optimizer", found=cfg.optimizer.__qualname__,
+        on_the_command_line="optax:sgd")
+  agree("num_train_steps", found=cfg.num_train_steps, on_the_command_line=20)
+  agree("width, in a notebook", found=in_notebook.model.width, asked_for=12)
   agree("kernel of the encoder", shape=state.params["encoder"]["kernel"].shape,
         expected=(8, 12))
   loss = float(aux.compute().loss_values["losses/total"])
-  show("loss after ten steps", loss)
+  show("loss after the last step", loss)
   show("loss of guessing", float(np.log(2)))
   assert loss < np.log(2), loss
   written = json.loads((folder / "run" / "config.json").read_text())
@@ -3101,11 +3120,17 @@ def own_experiment():
 # From here: change one line of the config and train again (section `sweep`),
 # keep the best checkpoint (`best_checkpoint`), freeze a head
 # (`frozen_weights`). Kauldron's documentation is at kauldron.readthedocs.io,
-# its source on GitHub in google-research/kauldron. Some of what the
-# documentation teaches does not work in a published Kauldron (1.4.2 and 1.4.4):
-# `kd.data.tf`, most of `kd.contrib.data`, `kd.train.Trainer.eval_only()`, and
-# the command `kauldron`. The other parts of `kd.contrib` must be imported
-# before they are used: `import kauldron.contrib.losses`.
+# its source on GitHub in google-research/kauldron.
+#
+# Some of what the documentation teaches does not work in a published Kauldron
+# (1.4.2 and 1.4.4): `kd.data.tf`, most of `kd.contrib.data`,
+# `kd.train.Trainer.eval_only()`, and the command `kauldron`, which does not
+# start. The other parts of `kd.contrib` must be imported before they are used:
+# `import kauldron.contrib.losses`. What the command `kauldron` offers can be
+# called from Python: `kd.cli.config.Show(cfg=cfg)()` prints a config. If
+# `workdir` is set, `kd.cli.config.Resolve` also builds the Trainer,
+# `kd.cli.data.ElementSpec` prints the shapes of a batch, and
+# `kauldron.cli.run.EvalShape`, a module to import, those of a training step.
 
 # %% The command line (skip this) jupyter={"source_hidden": true}
 def stop(sentence):

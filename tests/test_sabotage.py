@@ -1387,6 +1387,35 @@ def the_arguments_of_get_config_are_ignored(tour, monkeypatch):
 
 
 @breaks("project")
+def arguments_on_the_command_line_are_ignored(tour, monkeypatch):
+  from kauldron.konfig import module_configdict
+
+  monkeypatch.setattr(
+      module_configdict.ModuleConfigDict, "config_args",
+      property(lambda self: self.module.ConfigArgs(
+          **module_configdict._parse_kv_string_to_dict(self.cli_str_arg))))
+
+
+def _override_is_ignored(monkeypatch, path):
+  from kauldron.konfig import module_configdict
+
+  @replaces(monkeypatch, module_configdict, "_apply_overrides")
+  def without_path(original, config, overrides):
+    overrides = {key: x for key, x in overrides.items() if key != path}
+    return original(config, overrides)
+
+
+@breaks("project")
+def an_override_of_a_number_is_ignored(tour, monkeypatch):
+  _override_is_ignored(monkeypatch, "num_train_steps")
+
+
+@breaks("project")
+def an_override_of_an_object_is_ignored(tour, monkeypatch):
+  _override_is_ignored(monkeypatch, "optimizer")
+
+
+@breaks("project")
 def a_project_learns_nothing(tour, monkeypatch):
   monkeypatch.setattr(optax, "apply_updates", lambda params, updates: params)
 

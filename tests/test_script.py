@@ -430,15 +430,15 @@ def test_another_name(forked, tmp_path, name):
 
 
 def test_kauldron_main_trains_the_project(tmp_path):
-  """The command that section `project` shows, with all its overrides."""
+  """With overrides as in section `project`, and the older way of arguments."""
   (tmp_path / "configs").mkdir()
   (tmp_path / "project.py").write_text(kauldron_tour.PROJECT_FILE)
   config = tmp_path / "configs" / "my_experiment.py"
   config.write_text(kauldron_tour.CONFIG_FILE)
   process = subprocess.run(
       [sys.executable, "-m", "kauldron.main",
-       "--cfg=configs/my_experiment.py", f"--cfg.workdir={tmp_path / 'run'}",
-       "--cfg.num_train_steps=3", "--cfg.__args__.width=8",
+       "--cfg=configs/my_experiment.py:width=8",
+       f"--cfg.workdir={tmp_path / 'run'}", "--cfg.num_train_steps=3",
        "--cfg.optimizer=py::optax.sgd(learning_rate=0.1)"],
       cwd=tmp_path, env=outside(tmp_path), capture_output=True, text=True,
       check=False)
