@@ -2214,12 +2214,25 @@ def rebuilt_run():
 #
 # Arrays with the same path, such as `params.encoder.kernel`, get what was
 # saved, and must have the same shapes, or the first step fails: give a head for
-# another task another name. Any others stay as they were initialised, and
-# nothing is said of it: an `encoder` that now stands inside a `backbone` gets
-# nothing. (`PartialKauldronLoader`, which is for parts of another model,
+# another task another name, as below. Any others stay as they were initialised,
+# and nothing is said of it: an `encoder` that now stands inside a `backbone`
+# gets nothing. (`PartialKauldronLoader`, which is for parts of another model,
 # imports a module that orbax-checkpoint 0.12.8 lacks.)
 
 # %%
+class NewTask(nn.Module):
+  """The encoder of `MLP`, and a head for a task with two classes."""
+
+  image: kontext.Key = kontext.REQUIRED
+
+  @nn.compact
+  def __call__(self, image):
+    x = image.reshape(image.shape[0], -1)
+    x = nn.Dense(WIDTH, use_bias=False, name="encoder")(x)
+    x = nn.relu(x)
+    return {"logits": nn.Dense(2, use_bias=False, name="new_head")(x)}
+
+
 @section("Trained weights are loaded into a new run")
 def loaded_weights():
   """A new run starts with the parameters that another one saved last."""
@@ -2231,59 +2244,82 @@ def loaded_weights():
   konfig.resolve(pretrained).train()
   trainer = konfig.resolve(pretrained)
   source = trainer.checkpointer.restore(trainer.init_state())
-  agree("source, step", found=int(source.step), expected=10)
+  agree("step of the saved state", found=int(source.step), expected=10)
 
   cfg = get_config()
   cfg.workdir = new_workdir("loaded_weights")
   cfg.init_transform = lazy_kd.ckpts.SimpleCheckpointLoader(
       workdir=pretrained.workdir)
   loaded = konfig.resolve(cfg).init_state()
-  agree("parameters, distance from the source", rtol=0,
+  agree("step of the new run", found=int(loaded.step), expected=0)
+  agree("parameters, distance from the saved ones", rtol=0,
         found=distance(loaded.params, source.params), expected=0.0)
-  agree("step", found=int(loaded.step), expected=0)
   far = distance(loaded.opt_state[0].mu, source.opt_state[0].mu)
-  show("averages of Adam, distance from the source", far)
+  show("Adam's averages, not loaded: distance from the saved ones", far)
   assert far > 0, far
 
   # With the optimizer's state.
   cfg.init_transform.load_opt_state = True
   with_optimizer = konfig.resolve(cfg).init_state()
   far = distance(with_optimizer.opt_state, source.opt_state)
-  agree("optimizer too, distance from the source", rtol=0, found=far,
+  agree("optimizer's state, loaded: distance from the saved one", rtol=0,
+        found=far, expected=0.0)
+
+  # With a new head. Its encoder is the trained one, its head is untrained.
+  cfg.init_transform.load_opt_state = False
+  cfg.model = lazy_tour.NewTask(image="batch.image")
+  loaded = konfig.resolve(cfg).init_state()
+  cfg.init_transform = None
+  untrained = konfig.resolve(cfg).init_state()
+  far = distance(loaded.params["encoder"], source.params["encoder"])
+  agree("encoder, distance from the saved one", rtol=0, found=far, expected=0.0)
+  far = distance(loaded.params["new_head"], untrained.params["new_head"])
+  agree("new head, distance from an untrained one", rtol=0, found=far,
         expected=0.0)
 
 # %% [markdown]
 # ## Frozen parameters keep every bit, and the others move
 #
-# `partial_updates` lets an optimizer move only what a mask selects.
-# `select("head")` selects what has `head` as one whole part of its path, and
-# `exclude("head")` all the rest. Neither knows `head_a` or `my_head`: for these
-# you need a regular expression, `".*head.*"`, which also must match whole
-# parts. A name is taken for a regular expression if it has a star, a bracket or
-# a bar in it; a dot alone does not make it one. Several names are given as a
-# list, `["head", "encoder"]`, not as `"head|encoder"`: with a bar parts of
-# names match, too.
-#
-# With the lesson before this one, that is fine-tuning: the encoder comes from
-# another run, and stays as it was there. Its parameters, that is: the running
-# statistics of a frozen `nn.BatchNorm` go on moving, unless the layer is told
-# to use them as they are (`use_running_average=True`).
+# `partial_updates` lets an optimizer move only some of the parameters. Which
+# ones says a mask, a function from the tree of parameters to a tree of
+# booleans: what is True there moves, what is False stays. With the lesson
+# before this one, that is fine-tuning: the encoder comes from another run, and
+# stays as it was there.
 #
 #     cfg.init_transform = lazy_kd.ckpts.SimpleCheckpointLoader(workdir="...")
 #     cfg.optimizer = lazy_kd.optim.partial_updates(
 #         lazy_optax.adam(learning_rate=0.001),
 #         mask=lazy_kd.optim.select("head"))
 #
-# A pattern that matches nothing is no error. With `exclude` nothing is frozen
-# then, with `select` everything is, and you learn of it when the training is
-# over. So look before: the mask is a function from parameters to a tree of
-# booleans, and shapes will do for parameters. `trainer.state_specs` is the
-# state with shapes in place of arrays.
+# `select(...)` makes a mask that is True for the paths it names, and
+# `exclude(...)` one that is False for them. Take a model with the layers
+# `encoder`, `head` and `my_head`:
+#
+# | mask                         | what moves                                   |
+# | ---------------------------- | -------------------------------------------- |
+# | `select("head")`             | `head`: a name is a whole part of a path     |
+# | `select(["head", "my_head"])`| `head` and `my_head`                         |
+# | `select(".*head")`           | the same: this is a regular expression       |
+# | `exclude("head")`            | `encoder` and `my_head`                      |
+# | `exclude("hea")`             | everything, as no part has that name         |
+# | `select("hea")`              | nothing, for the same reason                 |
+#
+# The last two are no errors, and you learn of them when the training is over.
+# So look before. Shapes will do for parameters, and `trainer.state_specs` is
+# the state with shapes in place of arrays.
+#
+# A name with a star, a bracket, a bar or another such sign in it is taken for a
+# regular expression; a dot alone does not make it one. (Avoid the bar:
+# `"encoder|head"` also moves `my_head`.)
+#
+# Frozen are parameters only: the running statistics of a frozen `nn.BatchNorm`
+# go on moving, unless the layer is told to use them as they are
+# (`use_running_average=True`).
 
 # %%
 @section("Frozen parameters keep every bit, and the others move")
 def frozen_weights():
-  """`select` moves just what it names; a mask shows that before training."""
+  """`select` lets move what it names; a mask shows that before training."""
   cfg = get_config()
   cfg.workdir = new_workdir("frozen_weights")
   cfg.writer = None  # No event files.
@@ -2296,20 +2332,28 @@ def frozen_weights():
 
   # What will move.
   trainer = konfig.resolve(cfg)
-  params = trainer.state_specs.params
   mask = konfig.resolve(cfg.optimizer.mask)
-  show('select("head")', mask(params))
-  assert mask(params)["head"]["kernel"], "the head is frozen"
-  assert not mask(params)["encoder"]["kernel"], "the encoder moves"
+  moves = mask(trainer.state_specs.params)
+  agree("head", moves=moves["head"]["kernel"], expected=True)
+  agree("encoder", moves=moves["encoder"]["kernel"], expected=False)
 
-  # What others would do.
-  misspelt = kd.optim.exclude("hea")
-  show('exclude("hea")', misspelt(params))
-  assert all(jax.tree.leaves(misspelt(params))), "nothing is frozen"
-  matching = kd.optim.exclude("hea.*")
-  show('exclude("hea.*")', matching(params))
-  assert not matching(params)["head"]["kernel"], "the head moves"
+  # The table above. To a mask any tree will do.
+  layers = {"encoder": 0, "head": 0, "my_head": 0}
+  select = kd.optim.select
+  exclude = kd.optim.exclude
+  for choose, pattern, expected in (
+      (select, "head", "head"),
+      (select, ["head", "my_head"], "head my_head"),
+      (select, ".*head", "head my_head"),
+      (exclude, "head", "encoder my_head"),
+      (exclude, "hea", "encoder head my_head"),
+      (select, "hea", "nothing")):
+    mask = choose(pattern)(layers)
+    moving = [name for name in layers if mask[name]]
+    agree(f"{choose.__name__}({pattern!r})",
+          moves=" ".join(moving) or "nothing", expected=expected)
 
+  # It does what the mask says.
   before = trainer.init_state()
   state, _ = trainer.train()
   encoder = distance(before.params["encoder"], state.params["encoder"])

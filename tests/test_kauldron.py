@@ -1863,6 +1863,7 @@ PATTERNS = {  # Pattern -> the paths that it selects in PARAMS.
     "head*": "",
     "params.encoder": "",
     "enc|my_head": "encoder.bias encoder.kernel my_head.bias my_head.kernel",
+    "encoder|head": "encoder.bias encoder.kernel my_head.bias my_head.kernel",
     "(enc|my_head)": "my_head.bias my_head.kernel",
 }
 

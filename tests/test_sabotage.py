@@ -1136,10 +1136,30 @@ def the_source_is_of_another_step(tour, monkeypatch):
   _changes_restored(monkeypatch, lambda state: state.replace(step=0))
 
 
+def _nothing_is_loaded_into(monkeypatch, layer):
+  @replaces(monkeypatch, kd.ckpts.SimpleCheckpointLoader, "transform")
+  def without_layer(original, self, state):
+    return state if layer in state.params else original(self, state)
+
+
 @breaks("loaded_weights")
 def nothing_is_loaded(tour, monkeypatch):
-  monkeypatch.setattr(kd.ckpts.SimpleCheckpointLoader, "transform",
-                      lambda self, state: state)
+  _nothing_is_loaded_into(monkeypatch, "head")
+
+
+@breaks("loaded_weights")
+def nothing_is_loaded_into_another_model(tour, monkeypatch):
+  _nothing_is_loaded_into(monkeypatch, "new_head")
+
+
+@breaks("loaded_weights")
+def what_was_not_saved_is_changed(tour, monkeypatch):
+  @replaces(monkeypatch, kd.ckpts.SimpleCheckpointLoader, "transform")
+  def with_zeros(original, self, state):
+    loaded = original(self, state)
+    new = jax.tree.map(jnp.zeros_like, loaded.params.get("new_head", {}))
+    return loaded.replace(
+        params=loaded.params | ({"new_head": new} if new else {}))
 
 
 @breaks("loaded_weights")
