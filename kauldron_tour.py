@@ -89,6 +89,7 @@ import importlib.util
 import io
 import json
 import pathlib
+import pickle
 import re
 import shutil
 import subprocess
@@ -99,6 +100,7 @@ import traceback
 import types
 import unittest
 import warnings
+from unittest import mock
 
 SECTIONS = {}  # Name -> function, in the order of the file.
 RESULTS = {}   # Name -> title, status, seconds, reason, facts, where, library.
@@ -2295,14 +2297,14 @@ def loaded_weights():
 # `exclude(...)` one that is False for them. Take a model with the layers
 # `encoder`, `head` and `my_head`:
 #
-# | mask                         | what moves                                   |
-# | ---------------------------- | -------------------------------------------- |
-# | `select("head")`             | `head`: a name is a whole part of a path     |
-# | `select(["head", "my_head"])`| `head` and `my_head`                         |
-# | `select(".*head")`           | the same: this is a regular expression       |
-# | `exclude("head")`            | `encoder` and `my_head`                      |
-# | `exclude("hea")`             | everything, as no part has that name         |
-# | `select("hea")`              | nothing, for the same reason                 |
+# | mask                          | what moves                             |
+# | ----------------------------- | -------------------------------------- |
+# | `select("head")`              | `head`: a name is a whole part         |
+# | `select(["head", "my_head"])` | `head` and `my_head`                   |
+# | `select(".*head")`            | the same: this is a regular expression |
+# | `exclude("head")`             | `encoder` and `my_head`                |
+# | `exclude("hea")`              | everything, as no part has that name   |
+# | `select("hea")`               | nothing, for the same reason           |
 #
 # The last two are no errors, and you learn of them when the training is over.
 # So look before. Shapes will do for parameters, and `trainer.state_specs` is
@@ -2502,7 +2504,7 @@ def sharding():
   assert not large.is_fully_replicated
 
 # %% [markdown]
-# ## More machines take one call, and the config stays as it is
+# ## Several machines share each batch
 #
 # A model or a batch that is too large for one machine is trained by several.
 # Each machine runs the same script, in a process of its own, and each process
@@ -2539,19 +2541,22 @@ def sharding():
 # - `InMemoryPipeline` draws the same batches as one process would, and each
 #   process yields its part of them. PyGrain deals the examples out to the
 #   processes first, so that its batches are others, and so is the result.
-# - PyGrain saves a position for each process. So a run of two processes cannot
-#   go on with one: "ds_iter/process_0-of-1.json does not exist". With
-#   `InMemoryPipeline` a run can go on with more processes, or with fewer.
+# - PyGrain saves its position in a file for each process. So a run of two
+#   processes cannot go on with one: "ds_iter/process_0-of-1.json does not
+#   exist". With `InMemoryPipeline` a run can go on with more processes, or with
+#   fewer.
 #
-# The section below holds for any number of processes. With one, which is what
-# you probably see, the part of a process is the whole. To see it with two, copy
-# this file and run in two terminals, with 0 and with 1 at the end:
+# The section below holds for any number of processes, and you probably run it
+# with one. So it also asks what process 1 of 2 would get: Kauldron learns from
+# JAX which process it is in, and for the length of a block JAX says that. To
+# see two real processes, start the tour twice, in two terminals, with 0 and
+# with 1 at the end:
 #
 #     python kauldron_tour.py --only several_processes --workdir out \
 #         --distributed localhost:8476 2 0
 #
-# Then each process has half of the batch, and the loss is still the mean of all
-# 48. What the first terminal shows, here copied from such a run:
+# Then each has half of the batch, and the loss is still the mean of all 48. The
+# first terminal then shows, among others, these lines:
 #
 #     this process => number 0 of 2
 #     examples in this process => 24
@@ -2562,14 +2567,12 @@ def sharding():
 # with one by a single process.)
 
 # %%
-@section("More machines take one call, and the config stays as it is")
+@section("Several machines share each batch")
 def several_processes():
   """A process has its part of a batch; the loss is the mean of the whole."""
   number = jax.process_index()
   count = jax.process_count()
   show("this process", f"number {number} of {count}")
-  if count == 1:
-    print("  With one process its part of a batch is the whole.")
   show("its devices", jax.local_device_count())
   show("all devices", jax.device_count())
 
@@ -2598,7 +2601,14 @@ def several_processes():
   agree("loss at step 0", kauldron=loss,
         by_hand=focal_values(logits, whole["label"]).mean())
 
-  # Where PyGrain's position is: the name holds the number of processes.
+  # What process 1 of 2 would get: the second half of the same batch.
+  with mock.patch.multiple(
+      jax, process_count=lambda: 2, process_index=lambda: 1):
+    part = next(iter(trainer.train_ds))
+  agree("labels in process 1 of 2", rtol=0, found=part["label"][:, 0],
+        second_half=whole["label"][BATCH_SIZE // 2:, 0])
+
+  # PyGrain's position: a file for each process.
   cfg.train_ds = lazy_kd.data.py.DataSource(
       data_source=lazy_tour.train_examples(),
       batch_size=BATCH_SIZE,
@@ -2608,7 +2618,7 @@ def several_processes():
   konfig.resolve(cfg).train()
   saved = pathlib.Path(cfg.workdir, "checkpoints", "ckpt_0", "ds_iter")
   positions = sorted(path.name for path in saved.glob("*.json"))
-  agree("positions saved", found=tuple(positions), expected=tuple(
+  agree("PyGrain's positions", found=tuple(positions), expected=tuple(
       sorted(f"process_{i}-of-{count}.json" for i in range(count))))
 
 # %% [markdown]
@@ -2616,23 +2626,54 @@ def several_processes():
 #
 # With an exporter, `train()` writes the computation of the model as a file that
 # JAX alone can run, without flax and without your code. The parameters are not
-# in it; they are an argument. Without `cfg.exporter` nothing is exported. What
-# `train()` exports is the model in training mode, before the first step. To
-# export it for use, call the exporter yourself with `is_training=False`, as
-# below. Both write a file of the same name, so do that after `train()`, or give
-# the exporter another `name`.
+# in it; they are an argument. Without `cfg.exporter` nothing is exported.
 #
-# Below the file is read in this very process. (One of the tour's own tests
-# reads it in another, and checks that flax and Kauldron are not imported
-# there.)
+# `train()` exports before its first step, and the model as it is in training,
+# with dropout for one. To export it for use, call the exporter yourself with
+# `is_training=False`, as below. Both write a file of the same name, so do that
+# after `train()`, or give the exporter another `name`.
 #
 # The file runs on as many devices as there were, of the kinds that `platforms`
-# names. The size of the batch stays open, for which the model must write
-# `image.shape[0]` where it might have said `len(image)`. Outside a Trainer's
-# config, import `kd.train` before `kd.export`. A model with other collections,
-# such as BatchNorm's, is not exported rightly by Kauldron 1.4.2 to 1.4.4.
+# names; for one device, export where there is one. The size of the batch stays
+# open, for which the model must write `image.shape[0]` where it might have said
+# `len(image)`. Do not export a model that has other collections than
+# parameters, such as the running statistics of `nn.BatchNorm`: in Kauldron
+# 1.4.2 to 1.4.4 the file has those of an untrained model, and says nothing.
+#
+# Here is the program that uses the file. It needs JAX and NumPy, and is run in
+# a process of its own. `exported.call` takes the parameters, a key for models
+# that draw random numbers, and the arguments of the model under their names. It
+# returns a dict with what the model returned, as `preds`, and what its layers
+# did, as `interms`.
 
 # %%
+USER_FILE = '''
+import pathlib
+import pickle
+import sys
+
+import jax
+from jax import export
+import numpy as np
+
+folder = pathlib.Path(sys.argv[1])
+exported = export.deserialize(
+    (folder / "train_model.jax_exported").read_bytes())
+params = pickle.loads((folder / "params.pickle").read_bytes())
+image = np.load(folder / "image.npy")
+
+# A CPU can pose as several devices. All of them must have the parameters.
+jax.config.update("jax_num_cpu_devices", exported.nr_devices)
+mesh = jax.make_mesh((exported.nr_devices,), ("devices",))
+on_all = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+params = jax.device_put(params, on_all)
+
+outputs = exported.call(params=params, key=jax.random.PRNGKey(0), image=image)
+np.save(folder / "logits.npy", outputs["preds"]["logits"])
+print(*[name for name in ("kauldron", "flax", "jax") if name in sys.modules])
+'''
+
+
 @section("A model is exported to where there is no Kauldron")
 def exported_model():
   """The exported file predicts what the model predicts."""
@@ -2644,54 +2685,50 @@ def exported_model():
   trainer.exporter.export(
       model=trainer.model, state=state,
       element_spec=trainer.train_ds.element_spec, is_training=False)
-  # The exporter's field `name` is "train_model" unless you choose another.
-  (path,) = pathlib.Path(cfg.workdir).glob("*.jax_exported")
-  show("file", path.name)
 
-  # The parameters go into a file of their own.
-  flat = kontext.flatten_with_path(jax.device_get(state.params))
-  np.savez(path.with_suffix(".npz"), **flat)
-
-  # What follows needs JAX and NumPy only.
-  from jax import export
-  exported = export.deserialize(path.read_bytes())
-  params = {}
-  for name, array in np.load(path.with_suffix(".npz")).items():
-    module, _, field = name.partition(".")  # Here "encoder" and "kernel".
-    params.setdefault(module, {})[field] = array
-
-  # It was exported for all devices, so all must have the parameters.
-  mesh = jax.sharding.Mesh(jax.devices(), "devices")
-  on_all = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  params = jax.device_put(params, on_all)
-
+  # The parameters and the images go into files of their own.
+  folder = pathlib.Path(cfg.workdir)
+  params = jax.device_get(state.params)  # Dicts of NumPy arrays.
+  (folder / "params.pickle").write_bytes(pickle.dumps(params))
   image = held_out_images()["image"][:7]  # Not the size of a batch.
-  outputs = exported.call(  # The key is for models with random numbers.
-      params=params, key=jax.random.PRNGKey(0), image=image)
-  logits = outputs["preds"]["logits"]
+  np.save(folder / "image.npy", image)
+  show("files", " ".join(sorted(os.listdir(folder))))
+
+  # Another process, on the CPU, for which the model was exported.
+  process = subprocess.run(
+      [sys.executable, "-c", USER_FILE, folder], check=True,
+      capture_output=True, text=True,
+      env={**os.environ, "JAX_PLATFORMS": "cpu"})
+  agree("imported there, of jax, flax and kauldron",
+        found=process.stdout.strip(), expected="jax")
 
   # By hand.
-  params = jax.device_get(state.params)
   hidden = image.reshape(7, 64) @ params["encoder"]["kernel"]
   by_hand = np.maximum(hidden, 0) @ params["head"]["kernel"]
-  agree("logits", exported=logits, by_hand=by_hand)
+  agree("logits", exported=np.load(folder / "logits.npy"), by_hand=by_hand)
 
 # %% [markdown]
-# ## Dropout knows whether it trains
+# ## No layer is handed a flag or a key
 #
-# No layer here is handed a flag or a key. Whether a model is being trained is a
-# *train property*: `kd.nn.train_property()` in the body of any module of yours,
-# without an annotation, is true in training and false in evaluation.
-# `kd.nn.Dropout` uses it itself. Outside a Trainer you say it to `apply`:
-# `is_training_property=False`.
+# In flax a layer like dropout must be told whether the model is being trained,
+# and be given a key for its random numbers. A Trainer sees to both.
 #
-# Random numbers come in named *streams*. A key is made from the seed, the
-# stream's name, whether it is for training or evaluation, and a number: in
-# training the step, in evaluation the number of the batch, from 0 on. So each
-# step has noise of its own, the same run has the same noise again, and every
-# evaluation has the same noise. `dropout` and `default` are there for training.
-# An evaluator has only the streams that were declared with `eval=True`. Below a
-# stream of our own, `noise`, exists in both.
+# The flag is a *train property*: `is_training = kd.nn.train_property()` in the
+# body of any module of yours, without an annotation. `self.is_training` is then
+# true in training and false in evaluation. `kd.nn.Dropout` has one itself. If
+# you call `apply` or `init` yourself, you say it there, by an argument that
+# Kauldron adds to those of every flax module: `is_training_property=False`.
+# Without it, a module that asks is an error.
+#
+# Keys come in named *streams*; a module gets one with `self.make_rng("noise")`.
+# A key is made from the seed, the stream's name, whether it is for training or
+# evaluation, and a number: in training the step, in evaluation the number of
+# the batch, from 0 on. So each step has noise of its own, the same run has the
+# same noise again, and every evaluation has the same noise.
+#
+# Two streams are there in training: `dropout`, which `nn.Dropout` uses, and
+# `default`, for whatever you like. An evaluator has only the streams that were
+# declared with `eval=True`. Below a stream of our own, `noise`, exists in both.
 
 # %%
 class Noisy(nn.Module):
@@ -2708,7 +2745,7 @@ class Noisy(nn.Module):
     return {"noise": noise, "dropped": dropped, "flag": flag}
 
 
-@section("Dropout knows whether it trains")
+@section("No layer is handed a flag or a key")
 def random_streams():
   """Trainer and evaluator set the flag and the keys, from seed and step."""
   cfg = get_config()
@@ -2716,7 +2753,7 @@ def random_streams():
   cfg.model = lazy_tour.Noisy(image="batch.image")
   cfg.rng_streams = lazy_kd.train.RngStreams(
       [lazy_kd.train.RngStream("noise", eval=True)])
-  cfg.train_losses = {}
+  cfg.train_losses = {}  # Nothing is learnt here.
   cfg.train_metrics = {}
   for name in ("flag", "dropped", "noise"):  # The mean: a loss as a metric.
     cfg.train_metrics[name] = lazy_kd.losses.Value(values=f"preds.{name}")
@@ -2724,48 +2761,65 @@ def random_streams():
       run=lazy_kd.evals.Once(0), ds=cfg.train_ds, num_batches=1)}
   trainer = konfig.resolve(cfg)
   streams = trainer.rng_streams
-  show("streams in training", " ".join(sorted(streams.train_rngs(0))))
-  agree("streams in evaluation", found=" ".join(streams.eval_rngs(0)),
+  show("streams in training", ", ".join(sorted(streams.train_rngs(0))))
+  agree("streams in evaluation", found=", ".join(streams.eval_rngs(0)),
         expected="noise")
 
-  # What a training step and an evaluator see.
+  # What an evaluator sees, and what a training step sees.
   state = trainer.init_state()
   evaluated = trainer.evals["here"].evaluate(state=state, step=0)
-  means = evaluated.compute().metric_values
-  agree("flag in evaluation", found=means["metrics/flag"], expected=0.0)
-  agree("dropout in evaluation, of ones", mean=means["metrics/dropped"],
-        expected=1.0)
+  eval_means = evaluated.compute().metric_values
+  evaluated = trainer.evals["here"].evaluate(state=state, step=1)
+  next_eval_means = evaluated.compute().metric_values
   (batch,) = trainer.train_ds.take(1).device_put(trainer.sharding.batch)
   _, aux = trainer.trainstep.step(
       state, batch, return_losses=True, return_metrics=True)
-  trained_means = aux.compute().metric_values
-  agree("flag in training", found=trained_means["metrics/flag"], expected=1.0)
+  train_means = aux.compute().metric_values
 
-  # The same step again, by hand, with the keys of step 0.
-  @jax.jit
-  def apply(rngs):
-    return trainer.model.apply(
-        {}, batch["image"], rngs=rngs, is_training_property=True)
-  step_0 = jax.device_get(apply(streams.train_rngs(0)))
-  step_1 = jax.device_get(apply(streams.train_rngs(1)))
-  agree("mean noise at step 0", by_hand=step_0["noise"].mean(),
-        trained=trained_means["metrics/noise"])
-  agree("mean of what dropout made of ones", rtol=1e-5,
-        by_hand=step_0["dropped"].mean(),
-        trained=trained_means["metrics/dropped"])
+  # The flag, and what dropout does with it: in evaluation nothing.
+  agree("flag in evaluation", found=eval_means["metrics/flag"], expected=0.0)
+  agree("flag in training", found=train_means["metrics/flag"], expected=1.0)
+  agree("dropout of ones in evaluation", mean=eval_means["metrics/dropped"],
+        expected=1.0)
 
-  # A quarter is dropped, and the rest scaled up.
+  # By hand, with the keys of these streams.
+  def apply(rngs, is_training):
+    preds = trainer.model.apply(
+        {}, batch["image"], rngs=rngs, is_training_property=is_training)
+    return jax.device_get(preds)
+  step_0 = apply(streams.train_rngs(0), is_training=True)
+  step_1 = apply(streams.train_rngs(1), is_training=True)
+  eval_0 = apply(streams.eval_rngs(0), is_training=False)
+  agree("mean noise at step 0", trained=train_means["metrics/noise"],
+        by_hand=step_0["noise"].mean())
+  agree("mean of what dropout made of ones at step 0", rtol=1e-5,
+        trained=train_means["metrics/dropped"],
+        by_hand=step_0["dropped"].mean())
+  agree("mean noise in evaluation", evaluated=eval_means["metrics/noise"],
+        by_hand=eval_0["noise"].mean())
+
+  # In training a quarter is dropped, and the rest scaled up.
   kept = (step_0["dropped"] > 0).mean()
-  show("share kept in training", float(kept))
+  show("share that dropout kept", float(kept))
   np.testing.assert_allclose(kept, 0.75, atol=0.03)
-  agree("what is kept", found=step_0["dropped"].max(), expected=1 / 0.75)
+  agree("value of a 1 that was kept", found=step_0["dropped"].max(),
+        expected=1 / 0.75)
 
-  # Another step has another mask and other noise, and so has evaluation.
-  show("mean noise at step 1", float(step_1["noise"].mean()))
-  show("mean noise in evaluation", float(means["metrics/noise"]))
-  assert (step_1["dropped"] != step_0["dropped"]).any()
-  assert abs(step_1["noise"] - step_0["noise"]).mean() > 0.1
-  assert abs(means["metrics/noise"] - step_0["noise"].mean()) > 1e-4
+  # Another step has other noise and drops something else.
+  other_noise = (step_1["noise"] != step_0["noise"]).mean()
+  other_mask = (step_1["dropped"] != step_0["dropped"]).mean()
+  show("noise that step 1 has of its own, share", float(other_noise))
+  show("ones that step 0 or step 1 dropped, not both, share", float(other_mask))
+  assert other_noise > 0.9, other_noise
+  assert other_mask > 0.1, other_mask
+
+  # Evaluation has noise of its own, and each time the same.
+  eval_noise = (eval_0["noise"] != step_0["noise"]).mean()
+  show("noise that evaluation has of its own, share", float(eval_noise))
+  assert eval_noise > 0.9, eval_noise
+  agree("mean noise of another evaluation", rtol=0,
+        found=next_eval_means["metrics/noise"],
+        as_before=eval_means["metrics/noise"])
 
 # %% [markdown]
 # ## A model with state has collections
@@ -3268,6 +3322,7 @@ def join_processes(address=None, count=None, number=None):
       "random_streams": "The check by hand needs the whole batch.",
       "model_state": "The check by hand needs the whole batch.",
       "sharding": "A process sees its own part only.",
+      "exported_model": "Process 0 alone exports.",
       "project": "Each process would write the files of the project.",
       "event_files": "The pictures are of process 0's part of a batch.",
       "data_pipeline": "PyGrain deals the examples out to the processes.",

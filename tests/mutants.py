@@ -676,11 +676,6 @@ def python_imports_tensorflow(monkeypatch):
   every_process_runs(monkeypatch, "sys.modules['tensorflow'] = sys")
 
 
-@noticed_by("test_exported_model_needs_jax_only")
-def python_imports_flax(monkeypatch):
-  every_process_runs(monkeypatch, "sys.modules['flax'] = sys")
-
-
 def every_process_runs(monkeypatch, line):
   """Has each new Python run a line first."""
   folder = new_folder(None)

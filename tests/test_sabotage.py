@@ -1383,6 +1383,13 @@ def a_loss_is_that_of_half_a_batch(tour, monkeypatch):
 
 
 @breaks("several_processes")
+def each_process_gets_the_same_part(tour, monkeypatch):
+  from kauldron.data import in_memory
+
+  monkeypatch.setattr(in_memory.BatchedIndexSampler, "_start", 0)
+
+
+@breaks("several_processes")
 def no_position_is_saved(tour, monkeypatch):
   from kauldron.data.iterators import pygrain_handler
 
@@ -1397,6 +1404,11 @@ def another_model_is_exported(tour, monkeypatch):
     with pytest.MonkeyPatch.context() as during_export:
       during_export.setattr(tour.nn, "relu", lambda x: x)
       return original(self, **kwargs)
+
+
+@breaks("exported_model")
+def an_export_needs_flax(tour, monkeypatch):
+  monkeypatch.setattr(tour, "USER_FILE", f"import flax\n{tour.USER_FILE}")
 
 
 @breaks("project")
@@ -1487,6 +1499,22 @@ def what_is_kept_is_not_scaled_up(tour, monkeypatch):
     return dropped * 0.75 if self.is_training else dropped
 
   _changes_dropped(monkeypatch, change)
+
+
+@breaks("random_streams")
+def evaluation_counts_its_batches_from_one(tour, monkeypatch):
+  @replaces(monkeypatch, kd.evals.Evaluator, "_step")
+  def next_step(original, self, step_nr, state, batch):
+    return original(self, step_nr + 1, state, batch)
+
+
+@breaks("random_streams")
+def each_evaluation_has_noise_of_its_own(tour, monkeypatch):
+  asked = itertools.count()
+
+  @replaces(monkeypatch, kd.evals.Evaluator, "step")
+  def other_step(original, self, *, step_nr, **kwargs):
+    return original(self, step_nr=step_nr + next(asked), **kwargs)
 
 
 @breaks("random_streams")
