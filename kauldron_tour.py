@@ -3027,7 +3027,19 @@ def own_parts():
 # losses, one of them masked, and R squared as a metric, which is no mean of
 # batches.
 #
-# First what is yours, which in a project would be `project.py`.
+# To make a project of it, copy it into two files. `project.py` is the next
+# cell, below these lines:
+#
+#     import dataclasses
+#
+#     import flax
+#     from flax import linen as nn
+#     import jax.numpy as jnp
+#     from kauldron import kd, kontext
+#     import numpy as np
+#
+#     kt = kd.ktyping
+#     SEED = 0
 
 # %%
 NUM_SAMPLES = 32  # Of a signal.
@@ -3119,8 +3131,19 @@ class RSquared(kd.metrics.Metric):
         squared_error=(mask * (preds - targets) ** 2).sum())
 
 # %% [markdown]
-# Then the config. In a project it has a file of its own, and what is
-# `lazy_tour` here is `project` there.
+# Then the config. In a project it has a file of its own,
+# `configs/my_experiment.py`, where the function is called `get_config`, and
+# `lazy_kd`, `lazy_optax` and `lazy_tour` are `kd`, `optax` and `project`. It
+# begins with:
+#
+#     from kauldron import konfig
+#
+#     with konfig.imports():
+#       from kauldron import kd
+#       import optax
+#       import project
+#
+#     SEED = 0
 
 # %%
 def get_signal_config():
@@ -3166,7 +3189,11 @@ def get_signal_config():
   cfg.profiler = None
   return cfg
 
+# %% [markdown]
+# That is all there is to write. What follows is what you would do with it in a
+# notebook: look whether the keys are right, train, stop, resume, and evaluate.
 
+# %%
 @section("An experiment of your own")
 def own_experiment():
   """Another problem: trained, interrupted, resumed and evaluated."""
@@ -3184,7 +3211,7 @@ def own_experiment():
   # The first half, then the other. Step 100, the one after the checkpoint, is
   # taken in both, and logged twice.
   trainer.train()
-  cfg.stop_after_steps = None
+  cfg.stop_after_steps = None  # The default: to the end.
   trainer = konfig.resolve(cfg)
   agree("the newest checkpoint is of step",
         found=trainer.checkpointer.latest_step, expected=100)
@@ -3193,7 +3220,7 @@ def own_experiment():
   # What the evaluator wrote on the way.
   for name in ("frequency", "amplitude"):
     steps, values = read_events(cfg.workdir, f"metrics/{name}", "test")
-    by_step = dict(zip(steps, values, strict=True))
+    by_step = dict(zip(steps, values, strict=True))  # Step 100 but once.
     for step, value in by_step.items():
       show(f"R squared of the {name} at step {step}", value)
     assert values[-1] > 0.8, values

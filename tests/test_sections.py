@@ -156,3 +156,36 @@ def test_last_section_copied_out_runs(tmp_path):
   assert process.returncode == 0, process
   assert process.stdout.count("\nPASS ") == 1
   assert f"[('{NAMES[-1]}'," in process.stdout
+
+
+@pytest.mark.slow
+def test_last_section_makes_a_project(tmp_path):
+  """Its two cells become two files as the text says, and `main` trains them."""
+  title = kauldron_tour.SECTIONS[NAMES[-1]].title
+  _, _, text = SOURCE.partition(f"\n# ## {title}\n")
+  prose, parts, config_prose, config, _ = text.split("\n# %%")[:5]
+
+  def with_lines_above(prose, cell):
+    """Returns a cell below the code that the text quotes."""
+    quoted = re.findall("^#(?:     (.*))?$", prose, re.MULTILINE)
+    return "\n".join([*quoted, cell])
+  config = with_lines_above(config_prose, config)
+  for name, new in {"get_signal_config": "get_config", "lazy_kd": "kd",
+                    "lazy_optax": "optax", "lazy_tour": "project"}.items():
+    assert name in config
+    config = config.replace(name, new)
+  (tmp_path / "project.py").write_text(with_lines_above(prose, parts))
+  (tmp_path / "configs").mkdir()
+  (tmp_path / "configs" / "my_experiment.py").write_text(config)
+
+  process = subprocess.run(
+      [sys.executable, "-m", "kauldron.main",
+       "--cfg=configs/my_experiment.py", "--cfg.num_train_steps=2",
+       f"--cfg.workdir={tmp_path / 'run'}"],
+      cwd=tmp_path, env=outside(tmp_path), capture_output=True, text=True,
+      check=False)
+  assert process.returncode == 0, process.stderr[-2000:]
+  cfg = json.loads((tmp_path / "run" / "config.json").read_text())
+  assert cfg["model"]["__qualname__"] == "project:SignalModel"
+  assert cfg["schedules"]["learning_rate"]["decay_steps"] == 2
+  assert (tmp_path / "run" / "train_complete.txt").exists()
