@@ -265,11 +265,19 @@ if AS_SCRIPT:
 #
 # Short names that this tour uses throughout, most of them Kauldron's own: `cfg`
 # is a config, `ds` a data set, `preds` what the model returned, `kt` the shape
-# checker `kauldron.ktyping`. `kd` is Kauldron itself; its parts (`kd.data`,
-# `kd.train` and so on) are imported when they are first used. Only some of them
-# need TensorFlow, for event files and data, and nothing does before Part II.
-# `new_workdir(name)` makes a directory for a run. `SEED` is 0. JAX is asked for
-# two CPU devices, among which section `sharding` divides a model.
+# checker `kauldron.ktyping`. What begins with `lazy_` records calls instead of
+# making them (section `config_tree`). `kd` is Kauldron itself; its parts
+# (`kd.data`, `kd.train` and so on) are imported when they are first used. Only
+# some of them need TensorFlow, for event files and data, and nothing does
+# before Part II. `new_workdir(name)` makes a directory for a run. `SEED` is 0.
+# JAX is asked for two CPU devices, among which section `sharding` divides a
+# model.
+#
+# What several sections use is defined where the first of them needs it:
+# `focal_values` and `recall_by_hand`, a loss and a metric in NumPy, in
+# `custom_loss` and `custom_metric`; the data, the model, `get_config` and
+# `read_events` in `real_trainer`; `FEW_STEPS` and `distance` in
+# `plain_trainer`; `take_steps` in `readable_loop`.
 #
 # A notebook without Kauldron installs it first. Two bugs in other packages are
 # patched here if your versions have them; the next section says which. Much is
@@ -408,11 +416,13 @@ def where_we_are():
 # function, and its arguments. Some of these are `ConfigDict`s themselves, so
 # the whole is a tree. It can be printed, changed, stored as JSON and sent to
 # another machine. `konfig.resolve` makes the calls at last, from the inside
-# out. The module itself is imported as well, so it must be installed.
+# out. The module itself is imported as well, so it must be installed. A
+# function that is named and not called is recorded as well, and resolves to
+# itself.
 #
 # One thing is not as in the calls themselves: the functions get lists as
-# tuples, and dicts as dicts of a kind that cannot be changed. What insists on
-# real ones is resolved with `konfig.resolve(cfg, freeze=False)`.
+# tuples, and dicts as dicts of a kind that cannot be changed. For one that
+# appends to a list, say, resolve with `konfig.resolve(cfg, freeze=False)`.
 #
 # In a real project a config has a file of its own, with nothing else in it, and
 # then `with konfig.imports(): import optax` is all it takes. This tour is one
@@ -523,7 +533,8 @@ def mock_modules():
 # object is refused too: a config must stay data. But a misspelt argument is
 # found only when the call is made, by `konfig.resolve`.
 #
-# `cfg | {...}` is a copy with other arguments.
+# `cfg | {...}` is a copy with other arguments. (The next section says for which
+# configs it is not.)
 
 # %%
 @section("A wrong type is refused at once, a wrong name when resolved")
@@ -564,7 +575,7 @@ def config_errors():
 # fails, because the value may still change; `konfig.ref_fn(int, ref)` calls
 # `int` whenever the field is read.
 #
-# Do not copy a config with references, neither with `|` nor with
+# Do not copy a config that has references, neither with `|` nor with
 # `copy.deepcopy`: up to Kauldron 1.4.4 some of them go on following the
 # original. Call the function that makes the config again.
 #
@@ -645,8 +656,9 @@ def config_references():
 # *context*: the batch, the step number, the parameters, the predictions of the
 # model, later the gradients. A loss or a metric has fields of type
 # `kontext.Key`, each of which holds a path. The loss below has two, `logits`
-# and `labels`. It is calculated by its method `get_values(logits, labels)`,
-# which gets what the two paths lead to.
+# and `labels`. It is calculated by its method `get_values(logits, labels)`: the
+# arguments have the names of these fields, and are what the paths lead to. (A
+# field that may be left out is `None` then, and so is the argument.)
 #
 # So a loss never learns which model it scores. Below, the same loss scores a
 # model that returns an array and a model that returns a nest of dicts and
@@ -995,15 +1007,17 @@ def custom_loss():
 # one. An evaluator merges the states of all its batches. In training nothing is
 # merged: what is logged is the metric of one batch.
 #
-# You derive from `kd.metrics.Metric` and write `get_state`, which runs inside
-# the jitted step. The class of its states stands inside, and derives from
-# `AutoState`; each field says how it is merged: `sum_field` adds,
-# `concat_field` collects, `truncate_field` collects the first few. (The types
-# of the fields tell the reader what is meant; nothing checks them.) In a state
-# `self.parent` is the metric that made it; `AutoState["MeanRecall"]` says so to
-# a type checker. `compute` runs outside `jit`, so shapes in it may depend on
-# values. Before it comes `finalize`, which turns what was collected into one
-# NumPy array.
+# You derive from `kd.metrics.Metric` and write `get_state`. It runs inside the
+# jitted step, and gets its arguments as the `get_values` of a loss does. The
+# class of its states stands inside, and derives from `AutoState`; in brackets
+# it names the metric, for type checkers. Each field of a state says how it is
+# merged: with `sum_field` it is added up. (Section `own_parts` has one that
+# collects. The types of the fields tell the reader what is meant; nothing
+# checks them.)
+#
+# `compute` makes a number of a merged state. It runs outside `jit`, so shapes
+# in it may depend on values. It is called on what `finalize` returns, which is
+# the state itself here, and matters where something was collected.
 #
 # `kd.metrics` has what is common: `Accuracy`, `BinaryAccuracy`, `Precision1`,
 # `RocAuc`, `Psnr`, `Ssim`, `Norm`, `Std` and others. For a plain mean no metric
@@ -1173,6 +1187,12 @@ class MLP(nn.Module):
     x = nn.Dense(NUM_CLASSES, use_bias=False, name="head")(x)
     return {"logits": x}
 
+
+def logits_by_hand(params, image):
+  """Returns what the MLP with these parameters makes of images, by NumPy."""
+  x = image.reshape(len(image), 64) @ params["encoder"]["kernel"]
+  return np.maximum(x, 0) @ params["head"]["kernel"]
+
 # %% [markdown]
 # ## A Trainer joins model, data, losses and optimizer
 #
@@ -1285,7 +1305,7 @@ def real_trainer():
   cfg.workdir = new_workdir("real_trainer")
 
   trainer = konfig.resolve(cfg)
-  untrained = jax.device_get(trainer.init_state())
+  untrained = trainer.init_state()
   state, aux = trainer.train()
 
   # What it learnt.
@@ -1367,7 +1387,8 @@ def event_files():
   for tag, value in scalars.items():
     steps, written = read_events(cfg.workdir, tag)
     agree(f"{tag} at step {steps[-1]}", written=written[-1], returned=value)
-  agree("steps", found=tuple(steps), expected=(0, 5, 10))
+  steps, _ = read_events(cfg.workdir, "losses/total")
+  agree("steps with a loss", found=tuple(steps), expected=(0, 5, 10))
 
   # Images: PNG files, here the first five of the batch, as grey values.
   from matplotlib import image
@@ -1392,7 +1413,8 @@ def event_files():
 #
 # `konfig` is a convenience: what a config resolves to can be written directly,
 # with the same names. Such a Trainer cannot be changed on the command line or
-# rebuilt from its work directory: it writes no `config.json`.
+# rebuilt from its work directory: it writes no `config.json`. (The one below
+# has no checkpointer either, and so saves nothing.)
 
 # %%
 FEW_STEPS = 20  # How long the runs are in which little has to be learnt.
@@ -1640,6 +1662,17 @@ def readable_loop():
   assert to_plain < 1e-6, to_plain
 
 # %% [markdown]
+# Later sections redo with the loop what `train()` did.
+
+# %%
+def take_steps(trainer, state, num_steps):
+  """Returns the state after steps on the first batches; uses up `state`."""
+  batches = trainer.train_ds.take(num_steps)
+  for batch in batches.device_put(trainer.sharding.batch):
+    state, _ = trainer.trainstep.step(state, batch)
+  return state
+
+# %% [markdown]
 # ## An inner layer is watched without touching the model
 #
 # Which paths may a key name? `trainer.context_specs` is the context of a
@@ -1792,19 +1825,17 @@ def sweep():
     show(f"{name}, changed", " ".join(changed) or "nothing")
     follows = "optimizer.learning_rate.init_value"  # It refers to a schedule.
     for path in changed:
-      assert path.startswith(tuple(changes)) or path == follows, changed
+      was_named = path.startswith(tuple(changes))
+      assert was_named or path == follows, changed
     assert bool(changed) == bool(changes), changed
 
     cfg.workdir = new_workdir("sweep")
     cfg.stop_after_steps = FEW_STEPS
     cfg.log_metrics_every = 1
     cfg.checkpointer = None
-    trainer = konfig.resolve(cfg)
-    state, _ = trainer.train()
-    apply = jax.jit(trainer.model.apply)
-    preds = apply({"params": state.params}, held_out["image"])
-    recall = recall_by_hand(np.asarray(preds["logits"]), held_out["label"])
-
+    state, _ = konfig.resolve(cfg).train()
+    logits = logits_by_hand(jax.device_get(state.params), held_out["image"])
+    recall = recall_by_hand(logits, held_out["label"])
     show(f"{name}, held-out recall", recall)
     curves[name] = read_events(cfg.workdir, "losses/total")
   draw("sweep", curves, xlabel="step", ylabel="training loss (nats)")
@@ -1997,7 +2028,7 @@ def resumed_run():
   cfg.checkpointer.save_interval_steps = 10
   in_memory = cfg.train_ds
 
-  def stop_and_resume(data):
+  def stop_and_resume(cfg, data):
     """Trains to step 10, and from there to the end as a new process would."""
     cfg.workdir = new_workdir("resumed")
     cfg.stop_after_steps = 11  # One step after the checkpoint of step 10.
@@ -2021,7 +2052,7 @@ def resumed_run():
   cfg.workdir = new_workdir("uninterrupted")
   cfg.stop_after_steps = FEW_STEPS
   uninterrupted, _ = konfig.resolve(cfg).train()
-  resumed = stop_and_resume("PyGrain")
+  resumed = stop_and_resume(cfg, "PyGrain")
   agree("PyGrain, steps in all", resumed=int(resumed.step),
         uninterrupted=int(uninterrupted.step))
   agree("PyGrain, distance from the uninterrupted run", rtol=0,
@@ -2029,22 +2060,19 @@ def resumed_run():
 
   # In memory it ends elsewhere than a run without an interruption.
   cfg.train_ds = in_memory
-  resumed = stop_and_resume("in memory")
+  resumed = stop_and_resume(cfg, "in memory")
   trainer = konfig.resolve(cfg)
-  state = trainer.init_state()
-  batches = trainer.train_ds.take(FEW_STEPS)
-  for batch in batches.device_put(trainer.sharding.batch):
-    state, _ = trainer.trainstep.step(state, batch)
+  state = take_steps(trainer, trainer.init_state(), FEW_STEPS)
   far = distance(resumed.params, state.params)
   show("in memory, distance from the uninterrupted run", far)
   assert far > 1e-3, far
 
   # That is because from the checkpoint on it took the first batches once more.
   # `restore` fills a state with what was saved, and uses up the one that it is
-  # given. It fails if the trainer has trained itself ("Must provide `args`").
+  # given. It fails with a `trainer` whose `train()` has been called ("Must
+  # provide `args`"), so this is a new one.
   state = trainer.checkpointer.restore(trainer.init_state(), step=10)
-  for batch in trainer.train_ds.take(10).device_put(trainer.sharding.batch):
-    state, _ = trainer.trainstep.step(state, batch)
+  state = take_steps(trainer, state, 10)
   agree("in memory, distance from a run with the first batches again", rtol=0,
         found=distance(resumed.params, state.params), expected=0.0)
 
@@ -2070,6 +2098,11 @@ def resumed_run():
 # as well. And it may change the state first, with an `init_transform` of its
 # own (section `loaded_weights`); `kd.optim.UseEmaParams`, for one, takes
 # averaged parameters, if the optimizer has kept them (`kd.optim.ema_params`).
+#
+# Evaluation can be a job of its own beside the training. Such an evaluator has
+# `run=kd.evals.StandaloneEveryCheckpoint()`, and the job is `kauldron.main`
+# with the same config and `--eval_names=NAME`. It scores each new checkpoint in
+# the work directory, and ends when it finds that training is complete.
 
 # %%
 @section("Held-out data is scored along the way")
@@ -2088,13 +2121,9 @@ def evaluators():
   trainer.train()
 
   # By hand: the first four steps, then all 240 held-out images at once.
-  state = trainer.init_state()
-  for batch in trainer.train_ds.take(4).device_put(trainer.sharding.batch):
-    state, _ = trainer.trainstep.step(state, batch)
+  state = take_steps(trainer, trainer.init_state(), 4)
   held_out = held_out_images()
-  preds = jax.jit(trainer.model.apply)(
-      {"params": state.params}, held_out["image"])
-  logits = np.asarray(preds["logits"])
+  logits = logits_by_hand(jax.device_get(state.params), held_out["image"])
   loss = focal_values(logits, held_out["label"]).mean()
   recall = recall_by_hand(logits, held_out["label"])
 
@@ -2157,14 +2186,17 @@ def best_checkpoint():
   assert best != steps[-1], "the last step was the best: this proves nothing"
   checkpointer = konfig.resolve(cfg).checkpointer
   agree("checkpoints", kept=tuple(checkpointer.all_steps), best=(best,))
-  agree("a resumed run", goes_on_at=checkpointer.latest_step, best=best)
+  agree("where a resumed run would start",
+        latest_step=checkpointer.latest_step, best=best)
 
 # %% [markdown]
 # ## A work directory gives back its run
 #
 # `config.json` in the work directory gives back the config, and so the Trainer;
-# a checkpoint beside it gives back the state. Read the JSON into a `ConfigDict`
-# before you resolve it: a plain dict fails where two parts share a third.
+# a checkpoint beside it gives back the state. Your code must be importable as
+# it was, and what was a reference is a number now (section
+# `config_references`). Read the JSON into a `ConfigDict` before you resolve it:
+# a plain dict fails where two parts share a third.
 #
 # If you train a changed config in the same directory, it resumes, and fails if
 # the parameters or the optimizer's state now have another structure or shape.
@@ -2195,9 +2227,7 @@ def rebuilt_run():
   # What it was trained with, and the same parameters as by training again.
   agree("learning rate", found=found.schedules.learning_rate.init_value,
         trained_with=LEARNING_RATE)
-  again = trainer.init_state()
-  for batch in trainer.train_ds.take(10).device_put(trainer.sharding.batch):
-    again, _ = trainer.trainstep.step(again, batch)
+  again = take_steps(trainer, trainer.init_state(), 10)
   agree("distance from training again", rtol=0,
         found=distance(state.params, again.params), expected=0.0)
   agree("distance of the optimizer's states", rtol=0,
@@ -2392,6 +2422,8 @@ def large_batches():
 
   cfg.optimizer = lazy_optax.MultiSteps(cfg.optimizer, every_k_schedule=4)
   cfg.train_ds.batch_size = BATCH_SIZE // 4
+  cfg.num_train_steps = 400
+  cfg.schedules["learning_rate"].decay_steps = 400 // 4  # It counts moves.
   cfg.stop_after_steps = 8
   cfg.workdir = new_workdir("small")
   trainer = konfig.resolve(cfg)
@@ -2406,7 +2438,7 @@ def large_batches():
   assert far < 1e-6, far
 
 # %% [markdown]
-# ## One config line shards the model
+# ## One config field shards the model
 #
 # Every device usually holds a copy of the model and takes a share of each
 # batch. `FSDPSharding` divides each array of the parameters instead: a device
@@ -2441,7 +2473,7 @@ def divide_last_axis(tree):
   return jax.tree.map(sharding_of, tree)
 
 
-@section("One config line shards the model")
+@section("One config field shards the model")
 def sharding():
   """With `FSDPSharding` a device holds a part of each array, not a copy."""
   num_devices = jax.device_count()
@@ -2482,6 +2514,8 @@ def sharding():
         found=shape_on_each_device(moment), expected=(64 // num_devices, WIDTH))
 
   # It is the same training, to rounding.
+  show("how far training moved the parameters", distance(
+      jax.device_get(untrained.params), jax.device_get(divided.params)))
   far = distance(jax.device_get(copied.params), jax.device_get(divided.params))
   print(f"  distance between copied and divided: {far:.0e}")
   assert far < 1e-6, far
@@ -2595,9 +2629,7 @@ def several_processes():
   # By hand, with the parts of all processes.
   from jax.experimental import multihost_utils
   whole = multihost_utils.process_allgather(batch, tiled=True)
-  hidden = np.maximum(
-      whole["image"].reshape(BATCH_SIZE, -1) @ params["encoder"]["kernel"], 0)
-  logits = hidden @ params["head"]["kernel"]
+  logits = logits_by_hand(params, whole["image"])
   agree("loss at step 0", kauldron=loss,
         by_hand=focal_values(logits, whole["label"]).mean())
 
@@ -2702,10 +2734,8 @@ def exported_model():
   agree("imported there, of jax, flax and kauldron",
         found=process.stdout.strip(), expected="jax")
 
-  # By hand.
-  hidden = image.reshape(7, 64) @ params["encoder"]["kernel"]
-  by_hand = np.maximum(hidden, 0) @ params["head"]["kernel"]
-  agree("logits", exported=np.load(folder / "logits.npy"), by_hand=by_hand)
+  agree("logits", exported=np.load(folder / "logits.npy"),
+        by_hand=logits_by_hand(params, image))
 
 # %% [markdown]
 # ## No layer is handed a flag or a key
@@ -2886,17 +2916,23 @@ def model_state():
 #
 # Losses, metrics, models and transforms of your own you have seen. The rest:
 #
-# | part           | base class               | method, and what it returns    |
+# | part           | base class               | method                         |
 # | -------------- | ------------------------ | ------------------------------ |
-# | summary        | `kd.metrics.Metric`      | `get_state`: a state           |
-# | init transform | `kd.ckpts.InitTransform` | `transform(state)`: a state    |
-# | evaluator      | `kd.evals.EvaluatorBase` | `evaluate(state, step)`: -     |
-# | training step  | `kd.train.TrainStep`     | `_step(state, batch)`: a pair, |
-# |                |                          | new state and context          |
+# | summary        | `kd.metrics.Metric`      | `get_state(...)` -> state      |
+# | init transform | `kd.ckpts.InitTransform` | `transform(state)` -> state    |
+# | evaluator      | `kd.evals.EvaluatorBase` | `evaluate(state, step)`        |
+# | training step  | `kd.train.TrainStep`     | `_step(state, batch)` -> pair  |
 #
-# A summary is a metric that stands in `cfg.train_summaries`. `_step` is meant
-# to be overridden, in spite of its name; `context.loss_total` is what was
-# minimised. An evaluator has a `writer`, for the event files in its folder.
+# - A summary is a metric that stands in `cfg.train_summaries`. The fields of
+#   its state collect rather than add: `concat_field` puts the arrays of all
+#   batches together, and `truncate_field` keeps the first few. `finalize` makes
+#   one NumPy array of the pieces. In a state, `self.parent` is the metric that
+#   made it.
+# - An init transform changes the state before training (section
+#   `loaded_weights`).
+# - An evaluator has a `writer`, for the event files in its folder.
+# - `_step` is meant to be overridden, in spite of its name. It returns the new
+#   state and the context, where `context.loss_total` is what was minimised.
 #
 # Decorate your class with `@dataclasses.dataclass(frozen=True, kw_only=True)`,
 # and add `eq=True` for losses, metrics and summaries, `eq=False` for a training
@@ -3001,16 +3037,22 @@ def own_parts():
   loss = aux.compute().loss_values["losses/total"]
   show("loss of the second batch", str(loss))
   agree("steps taken", found=int(state.step), expected=2)
-  expected = initial
-  for batch in trainer.train_ds.take(1).device_put(trainer.sharding.batch):
-    expected, _ = usual_trainer.trainstep.step(expected, batch)
+  expected = take_steps(usual_trainer, initial, 1)
   agree("afterwards, distance from one usual step on the good batch", rtol=0,
         found=distance(state.params, expected.params), expected=0.0)
+  agree("the same of the optimizer's state", rtol=0,
+        found=distance(state.opt_state, expected.opt_state), expected=0.0)
 
   # What summary and evaluator wrote.
   _, images = read_events(cfg.workdir, "summaries/kernels")
   width, height, *files = images[0]
   agree("images at step 0", found=len(files), expected=3)
+  from matplotlib import image
+  picture = image.imread(io.BytesIO(files[0]))
+  weights = initial.params["encoder"]["kernel"][:, 0].reshape(8, 8)
+  agree("first image, to one of 256 levels", rtol=0.01, written=picture,
+        by_hand=np.clip(weights + 0.5, 0, 1))
+
   # The tag is what the evaluator chose, the folder has the evaluator's name.
   steps, largest = read_events(cfg.workdir, "head", "weights")
   agree("evaluated at steps", found=tuple(steps), expected=(0, 1))

@@ -1720,6 +1720,24 @@ def bad_batches_are_not_skipped(tour, monkeypatch):
 
 
 @breaks("own_parts")
+def a_skipped_batch_moves_the_optimizer(tour, monkeypatch):
+  @replaces(monkeypatch, tour.SkipBadBatches, "_step")
+  def parameters_only(original, self, state, batch):
+    kept, context = original(self, state, batch)
+    counted = jax.tree.map(
+        lambda x: x + 1 if jnp.issubdtype(x.dtype, jnp.integer) else x,
+        kept.opt_state)
+    return kept.replace(opt_state=counted), context
+
+
+@breaks("own_parts")
+def a_summary_shows_other_weights(tour, monkeypatch):
+  @replaces(monkeypatch, tour.KernelImages, "get_state")
+  def backwards(original, self, kernel):
+    return original(self, kernel[:, ::-1])
+
+
+@breaks("own_parts")
 def a_summary_keeps_all(tour, monkeypatch):
   monkeypatch.setattr(
       auto_state._Truncate, "finalize", lambda self, value, state: value)
