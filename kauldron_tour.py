@@ -814,30 +814,32 @@ def shape_checker():
 # %% [markdown]
 # ## Dataclasses and trees are checked, and sizes can be read
 #
-# A dataclass can be checked too, whenever an instance is made; its fields share
-# their axes. (A class that derives from it is checked only if it is decorated
-# itself. In a file with `from __future__ import annotations` no dataclass is
-# checked.) `|` leaves a choice. A `PyTree` is any nest of lists and dicts, in
-# which all arrays share their named axes, too. `"$T"` stands for how it is
-# nested: two arguments with `$T` must be nested alike.
+# The same notation serves in three more places:
 #
-# Sizes can be read: `kt.dim["n"]` is the size of `n`, and `kt.shape("*b n")`
-# puts sizes together to a shape. Both work inside a checked function, and in a
-# block, `with kt.typechecked():`, in a function or a notebook's cell. There
-# `kt.check_type(array, spec)` checks an array and gives the names their sizes;
-# `kt.isinstance` says True or False instead of raising.
+# - **Dataclasses.** A decorated dataclass is checked whenever an instance is
+#   made; its fields share their axes. `|` leaves a choice. (A class that
+#   derives from it is checked only if it is decorated itself. In a file with
+#   `from __future__ import annotations` no dataclass is checked.)
+# - **Trees.** A `PyTree` is any nest of lists and dicts. All its arrays share
+#   their named axes. `"$T"` stands for how it is nested: two arguments with
+#   `$T` must be nested alike.
+# - **Inside a function.** `kt.dim["n"]` is the size of `n`, and
+#   `kt.shape("*b n")` puts sizes together to a shape. What is calculated on the
+#   way can be checked as well, in a block `with kt.typechecked():`, also in a
+#   notebook's cell: there `kt.check_type(array, spec)` checks an array and
+#   gives the names their sizes. `kt.isinstance` says True or False instead of
+#   raising.
 #
-# Two caveats. `*args: kt.Float["n"]` refuses every call, in `ktyping` and in
-# the older `kauldron.typing`. The arguments of a generator are checked when it
-# starts, but not what it yields.
+# Two caveats. `*args: kt.Float["n"]` refuses every call. The arguments of a
+# generator are checked when it starts, but not what it yields.
 
 # %%
 @kt.typechecked
 @dataclasses.dataclass
 class Noise:
   """What it takes to draw n random numbers."""
-  # Only a notebook needs this line: a class that is defined there has no
-  # source file, in which the checker would look.
+  # Leave this out in a file of your own. In a notebook a class has no source
+  # file, in which the checker would look, and this names one.
   __module__ = "kauldron_tour"
   mean: kt.Float["n"] | kt.Int["n"]
   scale: kt.Float["n"]
@@ -1766,13 +1768,13 @@ def inner_layer():
   # TensorBoard gets the histogram as left edge, right edge, count of 30 bins.
   steps, histograms = read_events(cfg.workdir, "summaries/layer")
   left, right, count = np.array(histograms[0]).T
+  show("histogram of the layer, counts", " ".join(f"{x:.0f}" for x in count))
   expected_count, edges = np.histogram(encoded, bins=30)
-  agree("histogram, left edges", logged=left, by_hand=edges[:-1])
-  agree("histogram, right edges", logged=right, by_hand=edges[1:])
-  # A value at the edge of two bins may be counted in either.
+  agree("its left edges", logged=left, by_hand=edges[:-1])
+  agree("its right edges", logged=right, by_hand=edges[1:])
   off_by = int(np.abs(count - expected_count).max())
-  show("histogram, counts off by at most", off_by)
-  assert off_by <= 1, (count, expected_count)
+  show("its counts differ from NumPy's by at most", off_by)
+  assert off_by <= 1, count  # A value on an edge may be counted on either side.
 
   # How the layer changes: the largest output is where the last bin ends.
   largest = [np.array(histogram)[-1, 1]  # The right edge of the last bin.
@@ -1856,39 +1858,47 @@ def sweep():
 # An `InMemoryPipeline` gets a function, `loader=train_images`, and calls it
 # when it needs the data. A `DataSource` gets the data: any object with a length
 # and an index, hence `data_source=train_examples()`, a call that is recorded
-# like any other. It is built on PyGrain, Google's library for reading examples
-# one by one, as is all of `kd.data.py`. It takes each example through
-# `transforms`, and then forms batches. A transform is
+# like any other. Such an object may read its examples from whatever format you
+# have, one at a time. `DataSource` is built on PyGrain, Google's library for
+# that, as is all of `kd.data.py`.
+#
+# It takes each example through `transforms`, one after the other, and then
+# forms batches. A transform is
 #
 # - any function of an example, which is named, not called;
-# - one of Kauldron's: `kd.data.Elements` keeps, drops and renames;
-# - one of your own, whose class derives from one of these:
+# - one of Kauldron's: `kd.data.Elements(keep=..., rename=...)`, for instance,
+#   renames some entries, keeps others, and drops all the rest;
+# - an object of a class of your own.
 #
-# | base class | method | it gets |
-# | --- | --- | --- |
-# | `kd.data.MapTransform` | `map` | an example |
-# | `kd.data.ElementWiseTransform` | `map_element` | each value named by `key` |
-# | `kd.data.py.ElementWiseRandomTransform` | `random_map_element` | + an rng |
+# Such a class derives from one of these:
 #
-# What bites:
+# - `kd.data.MapTransform`: its method `map` gets an example;
+# - `kd.data.ElementWiseTransform`: `map_element` gets each value that the field
+#   `key` names;
+# - `kd.data.py.ElementWiseRandomTransform`: `random_map_element` gets the same,
+#   and a NumPy generator.
 #
-# - Whether the data is shuffled is for you to say: a `DataSource` needs
-#   `shuffle=`, and an `InMemoryPipeline` without it does not shuffle.
-# - `num_workers` is 16 unless you say otherwise, in a notebook always 0.
-#   Workers are processes, and each forms batches of its own share of the data:
-#   with two, a batch holds examples 0, 2, 4 and so on, or 1, 3, 5. A script
-#   needs `if __name__ == "__main__":`, and outside `kauldron.main` absl's flags
-#   must be parsed (`absl.flags.FLAGS.mark_as_parsed()`). `num_workers=0` needs
-#   nothing.
-# - An `InMemoryPipeline` drops, in each epoch, what does not fill a batch. With
-#   less than one batch, and no `num_epochs`, it waits for ever.
-# - A `DataSource` goes on with the next epoch in the same batch. What is left
-#   at the very end is dropped, unless `batch_drop_remainder=False`, and each
-#   worker drops its own: 24 examples in batches of 6 and five workers are no
-#   batch at all, once `num_epochs` is 1.
+# The shapes and dtypes of a batch, which a Trainer has to know beforehand, are
+# the `element_spec` of the pipeline. The pipeline below is looked at, not
+# trained with: it renames what the loss asks for.
 #
-# What the Trainer has to know of a batch is its `element_spec`. The pipeline
-# below is looked at, not trained with: it renames what the loss asks for.
+# Four things bite:
+#
+# - **Shuffling.** A `DataSource` must be told (`shuffle=`); an
+#   `InMemoryPipeline` that is not told does not shuffle.
+# - **Workers.** `num_workers` is 16 unless you say otherwise, in a notebook
+#   always 0. Workers are processes, and each forms batches of its own share of
+#   the data: with two, a batch holds examples 0, 2, 4 and so on, or 1, 3, 5. A
+#   script needs `if __name__ == "__main__":`, and outside `kauldron.main`
+#   absl's flags must be parsed (`absl.flags.FLAGS.mark_as_parsed()`).
+#   `num_workers=0` needs nothing, so the tour has that.
+# - **The end of an epoch.** An `InMemoryPipeline` drops, in each epoch, what
+#   does not fill a batch. A `DataSource` goes on with the next epoch in the
+#   same batch, and drops what is left after the last one, unless
+#   `batch_drop_remainder=False`. Each worker drops its own: of 24 examples five
+#   workers have at most five each, and so not one batch of six.
+# - **Too little data.** With less than one batch, and no `num_epochs`, an
+#   `InMemoryPipeline` waits for ever.
 
 # %%
 def train_examples():
@@ -1915,7 +1925,7 @@ def with_copy(example):
 @section("A data pipeline is config too")
 def data_pipeline():
   """Transforms change one example after the other, then batches are formed."""
-  cfg = get_config()
+  cfg = get_config()  # A Trainer hands its seed on to its data.
   cfg.workdir = new_workdir("data_pipeline")
   cfg.train_ds = lazy_kd.data.py.DataSource(
       data_source=lazy_tour.train_examples(),
@@ -1925,7 +1935,7 @@ def data_pipeline():
       num_workers=0,
       transforms=[
           lazy_kd.data.Elements(keep=["image"], rename={"label": "direction"}),
-          lazy_tour.with_copy,  # A function is named, not called.
+          lazy_tour.with_copy,
           lazy_kd.data.py.RandomFlipLeftRight(key="flipped"),
           lazy_tour.Scale(key="image", by=0.5),
       ])
@@ -1965,7 +1975,8 @@ def data_pipeline():
 # (The last one needs `pip install datasets`.)
 #
 # `kd.data.py.Mix` takes examples from several sources, in proportion to
-# weights.
+# weights. In a config it stands where any pipeline does. Its epoch ends when
+# the first of the sources is used up.
 
 # %%
 def to_arrays(example):
@@ -2356,7 +2367,7 @@ def frozen_weights():
   cfg.workdir = new_workdir("frozen_weights")
   cfg.writer = None  # No event files.
   cfg.stop_after_steps = FEW_STEPS
-  cfg.log_metrics_every = 1
+  cfg.log_metrics_every = 1  # All steps alike, so compiled once.
   cfg.checkpointer = None
   cfg.optimizer = lazy_kd.optim.partial_updates(
       lazy_optax.adam(learning_rate=cfg.ref.schedules["learning_rate"]),
@@ -2414,7 +2425,7 @@ def large_batches():
   cfg = get_config()
   cfg.train_ds.shuffle = False  # So that both see the same images.
   cfg.checkpointer = None
-  cfg.log_metrics_every = 1
+  cfg.log_metrics_every = 1  # All steps alike, so compiled once.
   cfg.writer = None  # No event files.
   cfg.stop_after_steps = 2
   cfg.workdir = new_workdir("large")
@@ -2484,7 +2495,7 @@ def sharding():
 
   cfg = get_config()
   cfg.stop_after_steps = FEW_STEPS
-  cfg.log_metrics_every = 1
+  cfg.log_metrics_every = 1  # All steps alike, so compiled once.
   cfg.writer = None  # No event files.
   cfg.workdir = new_workdir("copied")
   cfg.checkpointer = None
@@ -2883,7 +2894,7 @@ def model_state():
   cfg.model = lazy_tour.Normalized(image="batch.image")
   cfg.writer = None  # No event files.
   cfg.stop_after_steps = FEW_STEPS
-  cfg.log_metrics_every = 1
+  cfg.log_metrics_every = 1  # All steps alike, so compiled once.
   cfg.checkpointer = None
   trainer = konfig.resolve(cfg)
   state, _ = trainer.train()

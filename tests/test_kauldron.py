@@ -2317,6 +2317,27 @@ def test_mixture_has_its_shares():
   assert batch == [0, 1, 2, 100, 3, 4, 5, 101]
 
 
+@pytest.mark.parametrize("first, second, expected", [
+    (12, 100, 16), (3, 12, 4), (100, 2, 8)])
+def test_mixture_ends_with_the_first_source_that_does(first, second, expected):
+  parts = [source([{"x": np.float32(i)} for i in range(num_examples)])
+           for num_examples in (first, second)]
+  ds = kd.data.py.Mix(datasets=parts, weights=[3, 1], shuffle=False,
+                      batch_size=1, num_epochs=1, num_workers=0, seed=0)
+  assert len(list(ds)) == expected
+
+
+def test_mixture_in_a_config_gets_the_seed():
+  parts = [lazy_kd.data.py.DataSource(
+      data_source=tour.lazy_tour.train_examples(), shuffle=True)
+           for _ in range(2)]
+  mix = lazy_kd.data.py.Mix(datasets=parts, weights=[3, 1], shuffle=True,
+                            batch_size=8, num_workers=0)
+  ds = resolved(train_ds=mix, seed=3).train_ds
+  assert ds.seed == 3
+  assert ds.element_spec["image"].shape == (8, 8, 8, 1)
+
+
 def test_workers_drop_what_fills_no_batch_of_their_own():
   """What a worker reads, without starting one."""
   examples = [{"x": np.float32(i)} for i in range(24)]

@@ -1720,6 +1720,15 @@ def bad_batches_are_not_skipped(tour, monkeypatch):
 
 
 @breaks("own_parts")
+def a_skipped_batch_moves_the_parameters(tour, monkeypatch):
+  @replaces(monkeypatch, tour.SkipBadBatches, "_step")
+  def moved(original, self, state, batch):
+    kept, context = original(self, state, batch)
+    return kept.replace(
+        params=jax.tree.map(lambda x: 1.001 * x, kept.params)), context
+
+
+@breaks("own_parts")
 def a_skipped_batch_moves_the_optimizer(tour, monkeypatch):
   @replaces(monkeypatch, tour.SkipBadBatches, "_step")
   def parameters_only(original, self, state, batch):
