@@ -720,7 +720,7 @@ def key_paths():
 @section("A path reads, writes, slices and globs")
 def paths():
   """`kontext` gets and sets values in any tree by their paths."""
-  logits = np.arange(6.0).reshape(2, 3)
+  logits = np.arange(1.0, 7.0).reshape(2, 3)
   tree = {"heads": [{"logits": -logits}, {"logits": logits}]}
 
   found = kontext.get_by_path(tree, "heads[1].logits[..., ::2]")
@@ -904,7 +904,7 @@ def shapes_elsewhere():
 #     loss = weight * sum(values * mask) / sum(mask)
 #
 # - `mask` is a key, of numbers that are 0 or 1 as a rule. It has as many axes
-#   as the values, and is broadcast along those of size 1. With
+#   as the values, and is first repeated along those where it has size 1. With
 #   `normalize_by="values"` the sum is divided by the number of all values
 #   instead. Where the mask is all 0 the loss is 0.
 # - `weight` scales the loss against other losses. It is a number, or a
@@ -1224,7 +1224,7 @@ def logits_by_hand(params, image):
 #
 # Beside event files and checkpoints a run writes its config, the shapes of a
 # batch (`element_spec.json`), and at its end `train_complete.txt`, for
-# evaluators that run in processes of their own.
+# evaluation in another process (section `evaluators`).
 
 # %%
 with konfig.imports():
@@ -1789,8 +1789,8 @@ def inner_layer():
 #
 # A sweep is a generator of dicts, each from paths in the config to what should
 # stand there. (Kauldron's own launcher, which needs Google's cluster software,
-# takes such a generator from a config file.) A loop does as well: it makes the
-# config anew, sets what the variant changes, and trains.
+# looks for a function `sweep()` in the config file that is one.) A loop does as
+# well: it makes the config anew, sets what the variant changes, and trains.
 #
 # Written so, a variant *is* its difference from the base. The last one changes
 # the optimizer, whole. (The schedule is still logged then, though nothing uses
