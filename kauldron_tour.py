@@ -22,20 +22,21 @@
 # - **ktyping**: functions say which shapes they take, with named axes, and a
 #   decorator checks that at each call.
 #
-# Part II trains a small model and takes the training apart. Part III is what
-# the first weeks with a real project ask for: evaluation, checkpoints,
-# fine-tuning, several devices, configs on the command line, data pipelines,
-# parts of your own. Its last section is an experiment to copy and start from.
+# Part II trains a small model, takes the training apart, and has what every
+# project needs: files and the command line, sweeps, data, resuming. Part III is
+# what the first weeks ask for: evaluation, the best checkpoint, fine-tuning,
+# several devices and machines, export, random numbers, parts of your own. Its
+# last section is an experiment to copy and start from.
 #
 # You should know JAX, and have seen flax.linen and optax. All of it runs on a
 # CPU in half a minute, with synthetic data; no result here says anything about
 # how good a model is.
 #
-# Every section makes one claim, its title. It first does what you would type,
-# and shows what comes out; then it gets the same result another way (NumPy by
-# hand, plain JAX, a second run) and compares. What passes is true of the
-# versions that you have installed. The text refers to a section by the name of
-# its function, which stands in the line that ends its output.
+# Every section but the first makes one claim, its title. It first does what you
+# would type, and shows what comes out; then it gets the same result another way
+# (NumPy by hand, plain JAX, a second run) and compares. What passes is true of
+# the versions that you have installed. The text refers to a section by the name
+# of its function, which stands in the line that ends its output.
 #
 # Four helpers occur everywhere:
 #
@@ -46,8 +47,8 @@
 # - `with raises(KeyError, "words"):` fails unless its block raises that error,
 #   with these words in it.
 # - `draw(name, curves)` draws each curve as a row of characters, the darker the
-#   larger: blank is 0, `@` the largest value of all rows. A notebook gets a
-#   picture.
+#   larger: blank is close to 0, `@` the largest value of all rows. A notebook
+#   gets a picture.
 #
 # They are defined in the first cell, with the machinery that runs the sections.
 # Skip that cell on a first read, and the setup after it.
@@ -279,8 +280,8 @@ if AS_SCRIPT:
 # `read_events` in `real_trainer`; `FEW_STEPS` and `distance` in
 # `plain_trainer`; `take_steps` in `readable_loop`.
 #
-# A notebook without Kauldron installs it first. Two bugs in other packages are
-# patched here if your versions have them; the next section says which. Much is
+# A notebook without Kauldron installs it first. Two faults outside Kauldron are
+# patched here if your packages have them; the next section says which. Much is
 # wrapped in `jax.jit` below, for one reason: without it JAX compiles every
 # operation by itself, which takes longer.
 
@@ -416,9 +417,9 @@ def where_we_are():
 # function, and its arguments. Some of these are `ConfigDict`s themselves, so
 # the whole is a tree. It can be printed, changed, stored as JSON and sent to
 # another machine. `konfig.resolve` makes the calls at last, from the inside
-# out. The module itself is imported as well, so it must be installed. A
-# function that is named and not called is recorded as well, and resolves to
-# itself.
+# out. The module itself is imported as well (the parts of `kd` when they are
+# needed), so it must be installed. A function that is named and not called is
+# recorded as well, and resolves to itself.
 #
 # One thing is not as in the calls themselves: the functions get lists as
 # tuples, and dicts as dicts of a kind that cannot be changed. For one that
@@ -494,12 +495,12 @@ def config_tree():
 # imported a stand-in, for as long as its block lasts. So a call can be copied
 # out of a config and made.
 #
-# Every module but `konfig` is replaced, NumPy too, and even Python's builtins
-# in a notebook and in a script that is run. So write nothing but calls in the
-# block. What is no module stays as it is: a name imported with
-# `from optax import sgd`, and a class that you have defined in the notebook
-# itself. Put such a class into a file, and import that as a module. Import at
-# the top level, not in a function.
+# Every module but `konfig` is replaced, NumPy too, and in a notebook and in a
+# script that is run even Python's builtins: `int(3.5)` would be recorded, not
+# made. So write nothing in the block but the config itself. What is no module
+# stays as it is: a name imported with `from optax import sgd`, and a class that
+# you have defined in the notebook itself. Put such a class into a file, and
+# import that as a module. Import at the top level, not in a function.
 #
 # As a rule: `imports()` in a file of configs, `mock_modules()` in a notebook.
 
@@ -529,9 +530,10 @@ def mock_modules():
 # ## A wrong type is refused at once, a wrong name when resolved
 #
 # A value of another type than the one it replaces is refused at once, with some
-# leeway: an int is taken where a float stood, and `None` anywhere. A real
-# object is refused too: a config must stay data. But a misspelt argument is
-# found only when the call is made, by `konfig.resolve`.
+# leeway: an int is taken where a float stood (not a float for an int), `None`
+# anywhere, and anything where `None` stood. A real object is refused too: a
+# config must stay data. But a misspelt argument is found only when the call is
+# made, by `konfig.resolve`.
 #
 # `cfg | {...}` is a copy with other arguments. (The next section says for which
 # configs it is not.)
@@ -573,7 +575,8 @@ def config_errors():
 # is a *reference*: it stands for the field, whatever its value will be when the
 # config is resolved. References can be added, multiplied and so on. `int(ref)`
 # fails, because the value may still change; `konfig.ref_fn(int, ref)` calls
-# `int` whenever the field is read.
+# `int` whenever the field is read. A field that holds a reference and is set no
+# longer follows; what it referred to stays as it is.
 #
 # Do not copy a config that has references, neither with `|` nor with
 # `copy.deepcopy`: up to Kauldron 1.4.4 some of them go on following the
@@ -642,11 +645,11 @@ def config_references():
   agree("rate at step 150, copied", copied=copied[150],
         by_hand=peak * (1 + np.cos(np.pi * share)) / 2)
 
-  # JSON keeps shared parts, but of references the values alone: a number that
-  # was read back no longer follows.
+  # JSON keeps parts that are shared, and so what refers to a whole part. Of a
+  # reference to a number it keeps the number, which no longer follows.
   read_back = konfig.ConfigDict(json.loads(cfg.to_json()))
   read_back.num_train_steps = 50
-  agree("decay_steps, num_train_steps set to 50 after JSON",
+  agree("decay_steps, after JSON no longer following",
         found=read_back.schedules["follows"].decay_steps, as_before=200)
 
 # %% [markdown]
@@ -742,8 +745,9 @@ def paths():
   assert tree["heads"] == [{"logits": 0}, {"logits": 0}], tree
 
   # A list does not grow.
-  with raises(KeyError, "heads"):
+  with raises(KeyError, "heads") as caught:
     kontext.set_by_path(tree, "heads[2]", {})
+  show("heads[2], where there are two", caught.exception.args[0])
 
   # A loss does not take `**`.
   loss = kd.losses.L2(preds="**.logits", targets="heads[0].logits")
@@ -757,6 +761,7 @@ def paths():
 # `Float["*b n"]` describes an array of floats by its axes: `n` is one axis, and
 # `*b` stands for any number of axes, possibly none. A number in place of a name
 # is a fixed size, `_` is an axis of any size, and `Float[""]` is a scalar.
+# Other types are `Int`, `Bool`, `Num` (any number), `PRNGKey` and so on.
 #
 # A function with such annotations is checked whenever it is called, if it is
 # decorated with `@kt.typechecked`; under `jax.jit`, when it is traced.
@@ -814,7 +819,7 @@ def shape_checker():
 # %% [markdown]
 # ## Dataclasses and trees are checked, and sizes can be read
 #
-# The same notation serves in three more places:
+# The same notation serves in four more places:
 #
 # - **Dataclasses.** A decorated dataclass is checked whenever an instance is
 #   made; its fields share their axes. `|` leaves a choice. (A class that
@@ -823,15 +828,16 @@ def shape_checker():
 # - **Trees.** A `PyTree` is any nest of lists and dicts. All its arrays share
 #   their named axes. `"$T"` stands for how it is nested: two arguments with
 #   `$T` must be nested alike.
-# - **Inside a function.** `kt.dim["n"]` is the size of `n`, and
-#   `kt.shape("*b n")` puts sizes together to a shape. What is calculated on the
-#   way can be checked as well, in a block `with kt.typechecked():`, also in a
-#   notebook's cell: there `kt.check_type(array, spec)` checks an array and
-#   gives the names their sizes. `kt.isinstance` says True or False instead of
-#   raising.
+# - **Inside a function.** In a decorated function `kt.dim["n"]` is the size of
+#   `n`, and `kt.shape("*b n")` puts sizes together to a shape.
+# - **In a block.** `with kt.typechecked():` is for what is calculated on the
+#   way, and for a notebook's cell. In it `kt.check_type(array, spec)` checks an
+#   array and gives the names their sizes. `kt.isinstance` says True or False
+#   instead of raising.
 #
-# Two caveats. `*args: kt.Float["n"]` refuses every call. The arguments of a
-# generator are checked when it starts, but not what it yields.
+# Two caveats. `*args: kt.Float["n"]` refuses every call, so take a list, as a
+# `PyTree`. The arguments of a generator are checked when it starts, but not
+# what it yields.
 
 # %%
 @kt.typechecked
@@ -847,11 +853,14 @@ class Noise:
 
 
 @kt.typechecked
-def norms(arrays: kt.PyTree[kt.Float["n _"], "$T"],
-          scales: kt.PyTree[kt.Float["n"], "$T"]) -> list:
-  """Returns the scaled norms of the rows of each array in the tree."""
+def total_norms(arrays: kt.PyTree[kt.Float["n _"], "$T"],
+                scales: kt.PyTree[kt.Float["n"], "$T"]) -> kt.Float["n"]:
+  """Returns, for each row, the sum of its scaled norms in all arrays."""
+  total = np.zeros(kt.dim["n"])
   pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(scales), strict=True)
-  return [np.linalg.norm(array, axis=-1) * scale for array, scale in pairs]
+  for array, scale in pairs:
+    total += np.linalg.norm(array, axis=-1) * scale
+  return total
 
 
 @section("Dataclasses and trees are checked, and sizes can be read")
@@ -872,11 +881,10 @@ def shapes_elsewhere():
     Noise(mean=row, scale=row, key=3)
 
   # Trees: two arrays need two scales.
-  first, second = norms([square, square[:, :4]], [row, row])
-  agree("norms of the first", found=first, by_hand=np.sqrt(5) * row)
-  agree("norms of the second", found=second, by_hand=2 * row)
+  total = total_norms([square, square[:, :4]], [row, row])
+  agree("total of the norms", found=total, by_hand=(np.sqrt(5) + 2) * row)
   with raises(kt.KTypeCheckError, "structure") as caught:
-    norms([square], [row, row])
+    total_norms([square], [row, row])
   show("one array, two scales",
        str(caught.exception).strip().partition("\n")[0])
 
@@ -906,7 +914,8 @@ def shapes_elsewhere():
 # - `mask` is a key, of numbers that are 0 or 1 as a rule. It has as many axes
 #   as the values, and is first repeated along those where it has size 1. With
 #   `normalize_by="values"` the sum is divided by the number of all values
-#   instead. Where the mask is all 0 the loss is 0.
+#   instead. Where the mask is all 0 the loss is 0. In an evaluator both sums
+#   run over all batches.
 # - `weight` scales the loss against other losses. It is a number, or a
 #   schedule: a function of the step, which is in the context at the key `step`.
 #
@@ -1045,7 +1054,7 @@ class MeanRecall(kd.metrics.Metric):
       occurs = self.seen > 0
       recalls = self.hits[occurs] / self.seen[occurs]
       # A float, since up to Kauldron 1.4.4 a NumPy float32 among the metrics
-      # makes it impossible to save a checkpoint.
+      # makes it impossible to save a checkpoint, with which they are stored.
       return float(recalls.mean())
 
   @kt.typechecked
@@ -1206,10 +1215,10 @@ def logits_by_hand(params, image):
 #
 # - `Trainer()` is recorded with some fields filled in already. So the config
 #   that is printed below has `evals` and `setup`, which nobody has written.
-# - `workdir`, where a run writes, is still to be set; a config without it does
-#   not resolve. Give an absolute path: with a relative one the whole run is
-#   trained, no checkpoint is written, and it ends with an error ("should be
-#   absolute").
+# - `workdir`, where a run writes, is still to be set. It is `None` until then,
+#   and does not resolve. Give an absolute path: with a relative one the whole
+#   run is trained, no checkpoint is written, and it ends with an error ("should
+#   be absolute").
 # - `num_train_steps=100` takes steps 0 to 100, so it takes 101 of them.
 # - Losses and metrics are logged every `log_metrics_every` steps, summaries
 #   (images, histograms) every `log_summaries_every`. The step is compiled once
@@ -1314,6 +1323,7 @@ def real_trainer():
   steps, losses = read_events(cfg.workdir, "losses/total")
   draw("real_trainer", {"loss": (steps, losses)},
        xlabel="step", ylabel="training loss (nats)")
+  show("first loss", losses[0])
   agree("last loss", logged=losses[-1],
         in_aux=aux.compute().loss_values["losses/total"])
 
@@ -1481,14 +1491,15 @@ def plain_trainer():
 # Any field can be set on the command line by its path, and what refers to it
 # follows. An object is written as `py::` and a call, with the module's name in
 # full. What changes several fields at once, as the width does below, is an
-# argument of `get_config`: a dataclass `ConfigArgs` names the arguments, and
-# `__args__` stands for them on the command line. (An older way is to write them
-# behind the name of the file: `--cfg=configs/my_experiment.py:width=12`.)
+# argument of `get_config`: a dataclass that must be called `ConfigArgs` names
+# the arguments, and `__args__` stands for them on the command line. (An older
+# way is to write them behind the name of the file:
+# `--cfg=configs/my_experiment.py:width=12`.)
 #
 # Started anew, `kauldron.main` would import everything once more. So below the
 # two files are written, and the command line goes to the function with which
 # `kauldron.main` reads it, `konfig.DEFINE_config_file`. What that returns is
-# resolved and trained, which is all that `kauldron.main` does with it.
+# resolved and trained, as by `kauldron.main`.
 #
 # In a notebook there is no command line. A config file is a Python file, so you
 # import it and call its `get_config`, or let
@@ -1561,7 +1572,8 @@ def project():
   config_file = folder / "configs" / "my_experiment.py"
   config_file.write_text(CONFIG_FILE)
 
-  # As if this were `python -m kauldron.main ...` in that directory.
+  # As if this were `python -m kauldron.main ...` in that directory. What may be
+  # set is looked up in `sys.argv`, before the line is parsed.
   arguments = sys.argv
   sys.argv = [
       "kauldron.main", f"--cfg={config_file}",
@@ -1590,7 +1602,8 @@ def project():
   agree("the optimizer", found=cfg.optimizer.__qualname__,
         on_the_command_line="optax:sgd")
   agree("num_train_steps", found=cfg.num_train_steps, on_the_command_line=20)
-  agree("width, in a notebook", found=in_notebook.model.width, asked_for=12)
+  agree("learning rate in a notebook, which depends on the width",
+        found=in_notebook.optimizer.learning_rate, by_hand=0.16 / 12)
   agree("kernel of the encoder", shape=state.params["encoder"]["kernel"].shape,
         expected=(8, 12))
   loss = float(aux.compute().loss_values["losses/total"])
@@ -1606,8 +1619,9 @@ def project():
 #
 # `train()` is a loop over `trainer.trainstep.step`, which takes a state and a
 # batch and returns the next state and the auxiliaries. (These are empty unless
-# you ask for them with `return_losses=True`, `return_metrics=True`.) Around it
-# `train()` evaluates, saves and logs. You may write the loop yourself, for
+# you ask for them with `return_losses=True`, `return_metrics=True`.) It starts
+# from `trainer.init_state()`, an untrained state, or from a checkpoint. Around
+# it `train()` evaluates, saves and logs. You may write the loop yourself, for
 # instance in a notebook to look at one step. `device_put` brings the batches to
 # the devices, divided among them as `trainer.sharding.batch` says (section
 # `sharding`). A state that you pass is donated: it is used up, and its memory
@@ -1697,10 +1711,15 @@ def take_steps(trainer, state, num_steps):
 # it.
 #
 # So a metric or a summary whose key is such a path sees the inside of a model
-# whose code does not know. `TreeMap` makes one value of each array in a tree,
-# and `**` in its key picks some of them; `TreeReduce` makes one value of all.
-# With the arguments below that is the norm of the whole gradient, which many
-# projects log.
+# whose code does not know.
+#
+# `Norm` takes an array row by row (a row is along the last axis), and reports
+# the mean of the rows' norms. Two metrics apply another one to trees: `TreeMap`
+# makes a value of each array, and `**` in its key picks some of the arrays;
+# `TreeReduce` makes one value of all. The norm of the whole gradient, which
+# many projects log, is a `TreeReduce` of a `Norm` that takes each array as a
+# whole (`axis=None`) and all of them as one long vector
+# (`aggregation_type="concat"`).
 
 # %%
 @section("An inner layer is watched without touching the model")
@@ -1719,8 +1738,8 @@ def inner_layer():
       "gradient": lazy_kd.metrics.SkipIfMissing(
           lazy_kd.metrics.TreeReduce(metric=lazy_kd.metrics.Norm(
               tensor="grads",
-              axis=None,  # Of an array as a whole, not of its rows.
-              aggregation_type="concat"))),  # All arrays count as one vector.
+              axis=None,
+              aggregation_type="concat"))),
   }
   cfg.train_summaries = {
       "layer": lazy_kd.summaries.HistogramSummary(tensor=layer, num_buckets=30)}
@@ -1856,11 +1875,11 @@ def sweep():
 # ## A data pipeline is config too
 #
 # An `InMemoryPipeline` gets a function, `loader=train_images`, and calls it
-# when it needs the data. A `DataSource` gets the data: any object with a length
-# and an index, hence `data_source=train_examples()`, a call that is recorded
-# like any other. Such an object may read its examples from whatever format you
-# have, one at a time. `DataSource` is built on PyGrain, Google's library for
-# that, as is all of `kd.data.py`.
+# when it needs the data. A `kd.data.py.DataSource` gets the data: any object
+# with a length and an index, hence `data_source=train_examples()`, a call that
+# is recorded like any other. Such an object may read its examples from whatever
+# format you have, one at a time. `DataSource` is built on PyGrain, Google's
+# library for that, as is all of `kd.data.py`.
 #
 # It takes each example through `transforms`, one after the other, and then
 # forms batches. A transform is
@@ -1881,24 +1900,6 @@ def sweep():
 # The shapes and dtypes of a batch, which a Trainer has to know beforehand, are
 # the `element_spec` of the pipeline. The pipeline below is looked at, not
 # trained with: it renames what the loss asks for.
-#
-# Four things bite:
-#
-# - **Shuffling.** A `DataSource` must be told (`shuffle=`); an
-#   `InMemoryPipeline` that is not told does not shuffle.
-# - **Workers.** `num_workers` is 16 unless you say otherwise, in a notebook
-#   always 0. Workers are processes, and each forms batches of its own share of
-#   the data: with two, a batch holds examples 0, 2, 4 and so on, or 1, 3, 5. A
-#   script needs `if __name__ == "__main__":`, and outside `kauldron.main`
-#   absl's flags must be parsed (`absl.flags.FLAGS.mark_as_parsed()`).
-#   `num_workers=0` needs nothing, so the tour has that.
-# - **The end of an epoch.** An `InMemoryPipeline` drops, in each epoch, what
-#   does not fill a batch. A `DataSource` goes on with the next epoch in the
-#   same batch, and drops what is left after the last one, unless
-#   `batch_drop_remainder=False`. Each worker drops its own: of 24 examples five
-#   workers have at most five each, and so not one batch of six.
-# - **Too little data.** With less than one batch, and no `num_epochs`, an
-#   `InMemoryPipeline` waits for ever.
 
 # %%
 def train_examples():
@@ -1962,6 +1963,25 @@ def data_pipeline():
   assert 0 < mirrored.sum() < BATCH_SIZE
 
 # %% [markdown]
+# Four things bite, once you train with such a pipeline:
+#
+# - **Shuffling.** A `DataSource` must be told (`shuffle=`); an
+#   `InMemoryPipeline` that is not told does not shuffle.
+# - **Workers.** `num_workers` is 16 unless you say otherwise, in a notebook
+#   always 0. Workers are processes, and each forms batches of its own share of
+#   the data: with two, a batch holds examples 0, 2, 4 and so on, or 1, 3, 5. A
+#   script needs `if __name__ == "__main__":`, and outside `kauldron.main`
+#   absl's flags must be parsed (`absl.flags.FLAGS.mark_as_parsed()`).
+#   `num_workers=0` needs nothing, so the tour has that.
+# - **The end of an epoch.** An `InMemoryPipeline` drops, in each epoch, what
+#   does not fill a batch. A `DataSource` goes on with the next epoch in the
+#   same batch, and drops what is left after the last one, unless
+#   `batch_drop_remainder=False`. Each worker drops its own: of 24 examples five
+#   workers have at most five each, and so not one batch of six.
+# - **Too little data.** With less than one batch, and no `num_epochs`, an
+#   `InMemoryPipeline` waits for ever.
+
+# %% [markdown]
 # ## Data comes from files, and can be mixed
 #
 # `kd.data.py.Json` reads a file with one JSON list of examples. Its lists must
@@ -1988,7 +2008,7 @@ def to_arrays(example):
 def data_files():
   """A JSON file is read back as batches; a mixture has its shares."""
   path = pathlib.Path(new_workdir("data_files"), "examples.json")
-  examples = [{"x": [i, i / 10], "source": [0]} for i in range(12)]
+  examples = [{"x": [i, i / 4], "source": [0]} for i in range(1, 13)]
   path.write_text(json.dumps(examples))
   cfg = lazy_kd.data.py.Json(
       path=str(path), shuffle=False, batch_size=6, num_epochs=1,
@@ -2026,9 +2046,10 @@ def data_files():
 # - PyGrain, and so a `DataSource`, knows its position and saves it. The run
 #   ends as if it had never been interrupted.
 #
-# To resume, start the same command once more. For the same reason a new
-# experiment needs a new work directory. Here `stop_after_steps` stands for the
-# power cut.
+# To resume, start the same command once more; in a notebook, resolve the config
+# again, since a Trainer whose `train()` has been called cannot restore (orbax
+# says "Must provide `args`"). For the same reason a new experiment needs a new
+# work directory. Here `stop_after_steps` stands for the power cut.
 
 # %%
 @section("A run resumes where it stopped, if its data can")
@@ -2080,8 +2101,7 @@ def resumed_run():
 
   # That is because from the checkpoint on it took the first batches once more.
   # `restore` fills a state with what was saved, and uses up the one that it is
-  # given. It fails with a `trainer` whose `train()` has been called ("Must
-  # provide `args`"), so this is a new one.
+  # given.
   state = trainer.checkpointer.restore(trainer.init_state(), step=10)
   state = take_steps(trainer, state, 10)
   agree("in memory, distance from a run with the first batches again", rtol=0,
@@ -2113,7 +2133,8 @@ def resumed_run():
 # Evaluation can be a job of its own beside the training. Such an evaluator has
 # `run=kd.evals.StandaloneEveryCheckpoint()`, and the job is `kauldron.main`
 # with the same config and `--eval_names=NAME`. It scores each new checkpoint in
-# the work directory, and ends when it finds that training is complete.
+# the work directory, and ends when training is complete, for which it counts
+# also if `stop_after_steps` ended it.
 
 # %%
 @section("Held-out data is scored along the way")
@@ -2176,7 +2197,7 @@ def best_checkpoint():
   cfg = get_config()
   cfg.workdir = new_workdir("best_checkpoint")
   cfg.stop_after_steps = 21
-  cfg.log_metrics_every = 1
+  cfg.log_metrics_every = 1  # All steps alike, so compiled once.
   cfg.schedules["learning_rate"] = lazy_optax.exponential_decay(
       init_value=1e-4, transition_steps=1, decay_rate=2.0)
   cfg.eval_ds = lazy_kd.data.InMemoryPipeline(
@@ -2205,7 +2226,7 @@ def best_checkpoint():
 #
 # `config.json` in the work directory gives back the config, and so the Trainer;
 # a checkpoint beside it gives back the state. Your code must be importable as
-# it was, and what was a reference is a number now (section
+# it was, and numbers that were references no longer follow (section
 # `config_references`). Read the JSON into a `ConfigDict` before you resolve it:
 # a plain dict fails where two parts share a third.
 #
@@ -2259,7 +2280,8 @@ def rebuilt_run():
 # saved, and must have the same shapes, or the first step fails: give a head for
 # another task another name, as below. Any others stay as they were initialised,
 # and nothing is said of it: an `encoder` that now stands inside a `backbone`
-# gets nothing. (`PartialKauldronLoader`, which is for parts of another model,
+# gets nothing, unless an init transform of your own moves it there (section
+# `own_parts`). (`PartialKauldronLoader`, which is for parts of another model,
 # imports a module that orbax-checkpoint 0.12.8 lacks.)
 
 # %%
@@ -2323,8 +2345,8 @@ def loaded_weights():
 # %% [markdown]
 # ## Frozen parameters keep every bit, and the others move
 #
-# `partial_updates` lets an optimizer move only some of the parameters. Which
-# ones says a mask, a function from the tree of parameters to a tree of
+# `partial_updates` lets an optimizer move only some of the parameters. A mask
+# says which ones. It is a function from the tree of parameters to a tree of
 # booleans: what is True there moves, what is False stays. With the lesson
 # before this one, that is fine-tuning: the encoder comes from another run, and
 # stays as it was there.
@@ -2348,8 +2370,8 @@ def loaded_weights():
 # | `select("hea")`               | nothing, for the same reason           |
 #
 # The last two are no errors, and you learn of them when the training is over.
-# So look before. Shapes will do for parameters, and `trainer.state_specs` is
-# the state with shapes in place of arrays.
+# So look before. A mask can be applied to shapes as well, and
+# `trainer.state_specs` is the state with shapes in place of arrays.
 #
 # A name with a star, a bracket, a bar or another such sign in it is taken for a
 # regular expression; a dot alone does not make it one. (Avoid the bar:
@@ -2434,7 +2456,8 @@ def large_batches():
   cfg.optimizer = lazy_optax.MultiSteps(cfg.optimizer, every_k_schedule=4)
   cfg.train_ds.batch_size = BATCH_SIZE // 4
   cfg.num_train_steps = 400
-  cfg.schedules["learning_rate"].decay_steps = 400 // 4  # It counts moves.
+  cfg.schedules["learning_rate"].decay_steps = 400 // 4  # It counts moves, and
+  # being set it no longer follows `num_train_steps`.
   cfg.stop_after_steps = 8
   cfg.workdir = new_workdir("small")
   trainer = konfig.resolve(cfg)
@@ -2648,6 +2671,7 @@ def several_processes():
   with mock.patch.multiple(
       jax, process_count=lambda: 2, process_index=lambda: 1):
     part = next(iter(trainer.train_ds))
+  show("examples in process 1 of 2", len(part["label"]))
   agree("labels in process 1 of 2", rtol=0, found=part["label"][:, 0],
         second_half=whole["label"][BATCH_SIZE // 2:, 0])
 
@@ -2749,17 +2773,19 @@ def exported_model():
         by_hand=logits_by_hand(params, image))
 
 # %% [markdown]
-# ## No layer is handed a flag or a key
+# ## Flags and keys come from the Trainer
 #
-# In flax a layer like dropout must be told whether the model is being trained,
-# and be given a key for its random numbers. A Trainer sees to both.
+# In flax, `apply` is given the keys for random numbers, and a layer like
+# dropout must be told whether the model is being trained. A Trainer sees to
+# both.
 #
 # The flag is a *train property*: `is_training = kd.nn.train_property()` in the
 # body of any module of yours, without an annotation. `self.is_training` is then
-# true in training and false in evaluation. `kd.nn.Dropout` has one itself. If
-# you call `apply` or `init` yourself, you say it there, by an argument that
-# Kauldron adds to those of every flax module: `is_training_property=False`.
-# Without it, a module that asks is an error.
+# true in training and false in evaluation. `kd.nn.Dropout` has one itself; to a
+# layer of flax you hand it on, as section `model_state` does. If you call
+# `apply` or `init` yourself, you say it there, by an argument that Kauldron
+# adds to those of every flax module: `is_training_property=False`. Without it,
+# a module that asks raises an error.
 #
 # Keys come in named *streams*; a module gets one with `self.make_rng("noise")`.
 # A key is made from the seed, the stream's name, whether it is for training or
@@ -2786,7 +2812,7 @@ class Noisy(nn.Module):
     return {"noise": noise, "dropped": dropped, "flag": flag}
 
 
-@section("No layer is handed a flag or a key")
+@section("Flags and keys come from the Trainer")
 def random_streams():
   """Trainer and evaluator set the flag and the keys, from seed and step."""
   cfg = get_config()
@@ -2849,14 +2875,14 @@ def random_streams():
   # Another step has other noise and drops something else.
   other_noise = (step_1["noise"] != step_0["noise"]).mean()
   other_mask = (step_1["dropped"] != step_0["dropped"]).mean()
-  show("noise that step 1 has of its own, share", float(other_noise))
-  show("ones that step 0 or step 1 dropped, not both, share", float(other_mask))
+  show("noise, steps 0 and 1 differ in", f"{other_noise:.0%}")
+  show("dropout, steps 0 and 1 differ in", f"{other_mask:.0%}")
   assert other_noise > 0.9, other_noise
-  assert other_mask > 0.1, other_mask
+  assert other_mask > 0.1, other_mask  # By chance: 2 * 0.25 * 0.75.
 
   # Evaluation has noise of its own, and each time the same.
   eval_noise = (eval_0["noise"] != step_0["noise"]).mean()
-  show("noise that evaluation has of its own, share", float(eval_noise))
+  show("noise, step 0 and evaluation differ in", f"{eval_noise:.0%}")
   assert eval_noise > 0.9, eval_noise
   agree("mean noise of another evaluation", rtol=0,
         found=next_eval_means["metrics/noise"],
@@ -2947,7 +2973,7 @@ def model_state():
 #
 # Decorate your class with `@dataclasses.dataclass(frozen=True, kw_only=True)`,
 # and add `eq=True` for losses, metrics and summaries, `eq=False` for a training
-# step, which JAX tells from another by identity. An evaluator without fields of
+# step, which is a static argument of `jax.jit`. An evaluator without fields of
 # its own needs no decorator.
 #
 # Inside `train()` JAX refuses to move arrays between host and device unasked.
@@ -3048,7 +3074,7 @@ def own_parts():
   loss = aux.compute().loss_values["losses/total"]
   show("loss of the second batch", str(loss))
   agree("steps taken", found=int(state.step), expected=2)
-  expected = take_steps(usual_trainer, initial, 1)
+  expected = take_steps(usual_trainer, initial, 1)  # `initial` is NumPy: kept.
   agree("afterwards, distance from one usual step on the good batch", rtol=0,
         found=distance(state.params, expected.params), expected=0.0)
   agree("the same of the optimizer's state", rtol=0,
@@ -3308,7 +3334,8 @@ def own_experiment():
 # called from Python: `kd.cli.config.Show(cfg=cfg)()` prints a config. If
 # `workdir` is set, `kd.cli.config.Resolve` also builds the Trainer,
 # `kd.cli.data.ElementSpec` prints the shapes of a batch, and
-# `kauldron.cli.run.EvalShape`, a module to import, those of a training step.
+# `kauldron.cli.run.EvalShape` those of a training step; the module
+# `kauldron.cli.run` must be imported for it.
 
 # %% The command line (skip this) jupyter={"source_hidden": true}
 def stop(sentence):

@@ -328,8 +328,12 @@ def test_field_that_is_set_no_longer_follows():
   cfg = konfig.ConfigDict({"x": 1})
   cfg.y = cfg.ref.x * 2
   cfg.z = cfg.ref.y + 1
+  cfg.same = cfg.ref.x
   cfg.y = 10
+  cfg.same = 7
+  assert cfg.x == 1  # What they referred to.
   cfg.x = 5
+  assert cfg.same == 7
   assert cfg.y == 10
   assert cfg.z == 11
 
@@ -1585,6 +1589,11 @@ def test_cached_batches_are_kept():
   first = next(iter(ds))
   again = next(iter(ds))
   assert first["image"] is again["image"]
+
+
+def test_run_that_was_stopped_counts_as_complete(tmp_path):
+  resolved(workdir=str(tmp_path), stop_after_steps=1, writer=None).train()
+  assert (tmp_path / "train_complete.txt").exists()
 
 
 def test_evaluator_waits_for_checkpoints(run, tmp_path):

@@ -515,6 +515,17 @@ def a_nest_may_have_any_structure(tour, monkeypatch):
 
 
 @breaks("shapes_elsewhere")
+def a_block_counts_a_column_twice(tour, monkeypatch):
+  check_type = tour.kt.check_type
+
+  def wider(value, spec):
+    __ktyping_ignore_frame__ = True  # noqa: F841  For the search for a scope.
+    return check_type(np.concatenate([value, value[..., :1]], axis=-1), spec)
+
+  monkeypatch.setattr(tour.kt, "check_type", wider)
+
+
+@breaks("shapes_elsewhere", ValueError)
 def a_size_counts_one_more(tour, monkeypatch):
   size_of = dim_view.DimView.__getitem__
 
