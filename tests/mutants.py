@@ -666,9 +666,22 @@ def a_name_is_no_function(monkeypatch):
   monkeypatch.setattr(kd.optim, "ema_params", "moved")
 
 
-@noticed_by("test_type_has_its_name")
+@noticed_by("test_type_has_its_name", "test_tf_type_takes_no_numpy",
+            "test_x_type_takes_arrays_of_any_library")
 def a_type_has_another_name(monkeypatch):
-  monkeypatch.setattr(kd.ktyping, "Float", kd.ktyping.Int)
+  for name in ("Float", "TfFloat", "XFloat"):
+    made = getattr(kd.ktyping, name)
+    monkeypatch.setattr(kd.ktyping, name, type(made)(
+        "Real", array_types=made.array_types, dtype=made.dtype))
+
+
+@noticed_by("test_subclass_of_a_checked_dataclass_is_not_checked",
+            "test_types_of_fields_are_not_checked")
+def every_dataclass_is_checked(monkeypatch):
+  for name in ("Derived", "Collected"):
+    made = getattr(sys.modules["test_kauldron"], name)
+    monkeypatch.setattr(
+        made, "__init__", kd.ktyping.typechecked(made.__init__))
 
 
 @noticed_by("test_light_parts_import_no_tensorflow")
