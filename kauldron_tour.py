@@ -1490,10 +1490,11 @@ def plain_trainer():
 #
 # Any field can be set on the command line by its path, and what refers to it
 # follows. An object is written as `py::` and a call, with the module's name in
-# full. What changes several fields at once, as the width does below, is an
-# argument of `get_config`: a dataclass that must be called `ConfigArgs` names
-# the arguments, and `__args__` stands for them on the command line. (An older
-# way is to write them behind the name of the file:
+# full, or with `kd` for Kauldron: `py::kd.evals.EveryNSteps(50)`. What changes
+# several fields at once, as the width does below, is an argument of
+# `get_config`: a dataclass that must be called `ConfigArgs` names the
+# arguments, and `__args__` stands for them on the command line. (An older way
+# is to write them behind the name of the file:
 # `--cfg=configs/my_experiment.py:width=12`.)
 #
 # Started anew, `kauldron.main` would import everything once more. So below the
@@ -1720,6 +1721,11 @@ def take_steps(trainer, state, num_steps):
 # many projects log, is a `TreeReduce` of a `Norm` that takes each array as a
 # whole (`axis=None`) and all of them as one long vector
 # (`aggregation_type="concat"`).
+#
+# To look at the values themselves, use the method `_step` of `trainstep`, which
+# is the step before it is jitted: it returns the context as well. Or write
+# `jax.debug.print("{x}", x=x)` into your model; it prints at each step, and
+# once more when the parameters are initialised.
 
 # %%
 @section("An inner layer is watched without touching the model")
@@ -1784,15 +1790,20 @@ def inner_layer():
     _, values = read_events(cfg.workdir, f"metrics/{name}")
     agree(f"{name} at step 0", logged=values[0], by_hand=expected)
 
+  # The layer itself.
+  step = jax.jit(trainer.trainstep._step)
+  _, context = step(trainer.init_state(), batch)
+  agree("output of the layer at step 0",
+        in_context=kontext.get_by_path(context, layer), by_hand=encoded)
+
   # TensorBoard gets the histogram as left edge, right edge, count of 30 bins.
   steps, histograms = read_events(cfg.workdir, "summaries/layer")
   left, right, count = np.array(histograms[0]).T
-  show("histogram of the layer, counts", " ".join(f"{x:.0f}" for x in count))
   expected_count, edges = np.histogram(encoded, bins=30)
-  agree("its left edges", logged=left, by_hand=edges[:-1])
-  agree("its right edges", logged=right, by_hand=edges[1:])
+  agree("histogram, left edges", logged=left, by_hand=edges[:-1])
+  agree("histogram, right edges", logged=right, by_hand=edges[1:])
   off_by = int(np.abs(count - expected_count).max())
-  show("its counts differ from NumPy's by at most", off_by)
+  show("histogram, counts differ from NumPy's by at most", off_by)
   assert off_by <= 1, count  # A value on an edge may be counted on either side.
 
   # How the layer changes: the largest output is where the last bin ends.
@@ -2046,10 +2057,13 @@ def data_files():
 # - PyGrain, and so a `DataSource`, knows its position and saves it. The run
 #   ends as if it had never been interrupted.
 #
-# To resume, start the same command once more; in a notebook, resolve the config
-# again, since a Trainer whose `train()` has been called cannot restore (orbax
-# says "Must provide `args`"). For the same reason a new experiment needs a new
-# work directory. Here `stop_after_steps` stands for the power cut.
+# To resume, start the same command once more. For the same reason a new
+# experiment needs a new work directory. In a notebook resolve the config again:
+# a Trainer whose `train()` has been called cannot restore (orbax says "Must
+# provide `args`").
+#
+# Here `stop_after_steps` stands for the power cut. (A real one may leave a
+# folder `ckpt_20.orbax-checkpoint-tmp` behind, which does no harm.)
 
 # %%
 @section("A run resumes where it stopped, if its data can")
@@ -2184,8 +2198,10 @@ def evaluators():
 # `best_mode` is "max" unless you say "min". Losses are not looked up: to go by
 # one, put it among the metrics as well. The evaluator must run whenever a
 # checkpoint is saved, at step 0 too: a checkpoint without the metric makes the
-# choice end in a KeyError. `train()` still returns the last state, and a
-# resumed run goes on from what was kept.
+# choice end in a KeyError, and so does a metric that is misspelt, but not
+# before there are more checkpoints than `max_to_keep`. `train()` still returns
+# the last state. A resumed run goes on from the newest checkpoint that was
+# kept, however old that is.
 #
 # To have a run that gets worse again, the learning rate doubles at each step.
 # (On a larger scale that is how one finds out which rate a model can take.)
@@ -2227,8 +2243,10 @@ def best_checkpoint():
 # `config.json` in the work directory gives back the config, and so the Trainer;
 # a checkpoint beside it gives back the state. Your code must be importable as
 # it was, and numbers that were references no longer follow (section
-# `config_references`). Read the JSON into a `ConfigDict` before you resolve it:
-# a plain dict fails where two parts share a third.
+# `config_references`). If the run began with an `init_transform` (section
+# `loaded_weights`), the Trainer wants to load the same once more; where that is
+# gone, set the field to `None`. Read the JSON into a `ConfigDict` before you
+# resolve it: a plain dict fails where two parts share a third.
 #
 # If you train a changed config in the same directory, it resumes, and fails if
 # the parameters or the optimizer's state now have another structure or shape.
@@ -2351,10 +2369,15 @@ def loaded_weights():
 # before this one, that is fine-tuning: the encoder comes from another run, and
 # stays as it was there.
 #
-#     cfg.init_transform = lazy_kd.ckpts.SimpleCheckpointLoader(workdir="...")
-#     cfg.optimizer = lazy_kd.optim.partial_updates(
-#         lazy_optax.adam(learning_rate=0.001),
-#         mask=lazy_kd.optim.select("head"))
+#     def get_finetuning_config():
+#       cfg = get_config()
+#       cfg.model = lazy_tour.NewTask(image="batch.image")
+#       cfg.init_transform = lazy_kd.ckpts.SimpleCheckpointLoader(
+#           workdir="/where/the/first/run/is")
+#       cfg.optimizer = lazy_kd.optim.partial_updates(
+#           lazy_optax.adam(learning_rate=cfg.ref.schedules["learning_rate"]),
+#           mask=lazy_kd.optim.select("new_head"))
+#       return cfg
 #
 # `select(...)` makes a mask that is True for the paths it names, and
 # `exclude(...)` one that is False for them. Take a model with the layers
@@ -3113,6 +3136,7 @@ def own_parts():
 #
 #     import flax
 #     from flax import linen as nn
+#     import jax
 #     import jax.numpy as jnp
 #     from kauldron import kd, kontext
 #     import numpy as np
@@ -3309,6 +3333,7 @@ def own_experiment():
   values = aux.compute()
   test = test_signals()
   apply = jax.jit(trainer.model.apply)
+  # A model with dropout would want `is_training_property=False` here.
   preds = jax.device_get(apply({"params": state.params}, test["signal"]))
   counts = test["is_measured"] == 1
   targets = test["amplitude"][counts]

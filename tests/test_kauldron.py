@@ -448,6 +448,8 @@ FLAGS = {  # Flags -> path in the config, and what stands there.
              "optimizer.__qualname__", "optax:adam"),
     "argument-of-call": (["--cfg.optimizer=py::optax.adam(learning_rate=0.2)"],
                          "optimizer.learning_rate", 0.2),
+    "kd": (["--cfg.aux=py::kd.evals.EveryNSteps(2)"],
+           "aux.__qualname__", "kauldron.kd:evals.EveryNSteps"),
     "list": (["--cfg.aux=py::[-2, -.5]"], "aux", [-2, -0.5]),
     "tuple": (["--cfg.aux=py::(False, None, 'x')"], "aux", (False, None, "x")),
     "dict": (["--cfg.aux=py::{'a': 1}"], "aux.a", 1),
@@ -1589,6 +1591,36 @@ def test_cached_batches_are_kept():
   first = next(iter(ds))
   again = next(iter(ds))
   assert first["image"] is again["image"]
+
+
+class Printing(nn.Module):
+  """Prints the largest pixel of each batch."""
+
+  image: kontext.Key = kontext.REQUIRED
+
+  @nn.compact
+  def __call__(self, image):
+    jax.debug.print("largest pixel {x:.2f}", x=image.max())
+    return {"logits": nn.Dense(4)(image.reshape(image.shape[0], -1))}
+
+
+def test_print_in_a_model(tmp_path, capsys):
+  resolved(workdir=str(tmp_path), stop_after_steps=2, writer=None,
+           checkpointer=None, model=lazy_here.Printing(image="batch.image"),
+          ).train()
+  printed = capsys.readouterr().out
+  assert printed.count("largest pixel 0.00") == 1  # When it is initialised.
+  assert printed.count("largest pixel") == 3
+
+
+def test_leftover_of_a_checkpoint_does_no_harm(run, tmp_path):
+  moved = shutil.copytree(run.cfg.workdir, tmp_path / "moved")
+  (moved / "checkpoints" / "ckpt_50.orbax-checkpoint-tmp").mkdir()
+  cfg = copy.deepcopy(run.cfg)
+  cfg.workdir = str(moved)
+  trainer = konfig.resolve(cfg)
+  state = trainer.checkpointer.restore(trainer.init_state())
+  assert int(state.step) == 10
 
 
 def test_run_that_was_stopped_counts_as_complete(tmp_path):
