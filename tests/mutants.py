@@ -53,6 +53,7 @@ import conftest  # noqa: F401  The settings of the tests come first.
 import jax
 import kauldron
 from kauldron import kd
+from kauldron.konfig import fake_import_utils
 from kauldron.ktyping import config
 from proofs import is_check
 import pytest
@@ -682,6 +683,34 @@ def every_dataclass_is_checked(monkeypatch):
     made = getattr(sys.modules["test_kauldron"], name)
     monkeypatch.setattr(
         made, "__init__", kd.ktyping.typechecked(made.__init__))
+
+
+@noticed_by("test_metrics_are_hashable")
+def metrics_have_the_hash_of_an_object(monkeypatch):
+  monkeypatch.setattr(kd.metrics.Norm, "__hash__", object.__hash__)
+
+
+@noticed_by("test_profiler_traces_so_long")
+def profiling_starts_later(monkeypatch):
+  defaults = kd.inspect.Profiler.__init__.__kwdefaults__
+  monkeypatch.setitem(defaults, "first_profile", 100)
+
+
+@noticed_by("test_mock_modules_replaces_every_module")
+def modules_stay_replaced(monkeypatch):
+  test = vars(sys.modules["test_kauldron"])
+  for name, value in list(test.items()):
+    if isinstance(value, types.ModuleType):
+      monkeypatch.setitem(test, name, value)  # For the tests that follow.
+  mocked = fake_import_utils._mock_modules
+  entered = []
+
+  def enter(**arguments):
+    entered.append(mocked(**arguments))
+    entered[-1].__enter__()
+    return contextlib.nullcontext()
+
+  monkeypatch.setattr(fake_import_utils, "_mock_modules", enter)
 
 
 @noticed_by("test_light_parts_import_no_tensorflow")

@@ -1113,17 +1113,15 @@ def test_trainer_without_config_has_a_workdir():
 
 def test_misspelt_key_of_the_model_fails_at_init():
   trainer = resolved(model__image="batch.imag")
-  with pytest.raises(KeyError, match="Did you mean") as caught:
+  with pytest.raises(KeyError, match="(?s)Did you mean.*'batch.image'"):
     trainer.init_state()
-  assert "'batch.image'" in str(caught.value)
 
 
 def test_misspelt_key_of_a_loss_fails_in_context_specs():
   trainer = resolved(train_losses__focal__labels="batch.labels")
   trainer.init_state()
-  with pytest.raises(KeyError, match="Did you mean") as caught:
+  with pytest.raises(KeyError, match="(?s)Did you mean.*'batch.label'"):
     _ = trainer.context_specs
-  assert "'batch.label'" in str(caught.value)
 
 
 def test_misspelt_key_of_a_metric_fails_in_context_specs():
@@ -2335,9 +2333,8 @@ def test_random_crop():
   crop = kd.data.py.RandomCrop(key="image", shape=(None, 6, None))
   (batch,) = source(arrays, batch_size=48, transforms=[crop])
   starts = batch["image"][:, 0, 0, 0]
-  assert batch["image"].shape == (48, 1, 6, 1)
   np.testing.assert_array_equal(
-      batch["image"][:, 0, :, 0], starts[:, None] + np.arange(6))
+      batch["image"], (starts[:, None] + np.arange(6))[:, None, :, None])
   assert set(starts) == {0, 1, 2}
 
 
@@ -2397,10 +2394,9 @@ def test_notebook_has_no_workers(monkeypatch):
 
 def test_profiler_traces_so_long():
   profiler = kd.inspect.Profiler(workdir="/not/used")
-  assert profiler.first_profile == 10
-  assert profiler.num_profile_steps == 5
-  assert profiler.profile_duration_ms == 3000
-  assert profiler.every_secs == 3600
+  found = (profiler.first_profile, profiler.num_profile_steps,
+           profiler.profile_duration_ms, profiler.every_secs)
+  assert found == (10, 5, 3000, 3600)
 
 
 def test_workers_are_sixteen_by_default():
