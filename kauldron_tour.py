@@ -660,8 +660,8 @@ def config_references():
 # model, later the gradients. A loss or a metric has fields of type
 # `kontext.Key`, each of which holds a path. The loss below has two, `logits`
 # and `labels`. It is calculated by its method `get_values(logits, labels)`: the
-# arguments have the names of these fields, and are what the paths lead to. (A
-# field that may be left out is `None` then, and so is the argument.)
+# arguments have the names of these fields, and are what the paths lead to.
+# (Where a field is `None`, the argument is not passed, so it needs a default.)
 #
 # So a loss never learns which model it scores. Below, the same loss scores a
 # model that returns an array and a model that returns a nest of dicts and
@@ -822,17 +822,18 @@ def shape_checker():
 # The same notation serves in four more places:
 #
 # - **Dataclasses.** A decorated dataclass is checked whenever an instance is
-#   made; its fields share their axes. `|` leaves a choice. (A class that
+#   made; its fields share their axes. `|` leaves a choice. (A dataclass that
 #   derives from it is checked only if it is decorated itself. In a file with
 #   `from __future__ import annotations` no dataclass is checked.)
 # - **Trees.** A `PyTree` is any nest of lists and dicts. All its arrays share
 #   their named axes. `"$T"` stands for how it is nested: two arguments with
 #   `$T` must be nested alike.
 # - **Inside a function.** In a decorated function `kt.dim["n"]` is the size of
-#   `n`, and `kt.shape("*b n")` puts sizes together to a shape.
-# - **In a block.** `with kt.typechecked():` is for what is calculated on the
-#   way, and for a notebook's cell. In it `kt.check_type(array, spec)` checks an
-#   array and gives the names their sizes. `kt.isinstance` says True or False
+#   `n`, `kt.shape("*b n")` puts sizes together to a shape, and
+#   `kt.check_type(array, spec)` checks what is calculated on the way.
+# - **Elsewhere.** In a function without the decorator, or in a notebook's cell,
+#   the same works in a block, `with kt.typechecked():`. It begins with no
+#   sizes, and forgets them at its end. `kt.isinstance` says True or False
 #   instead of raising.
 #
 # Two caveats. `*args: kt.Float["n"]` refuses every call, so take a list, as a
@@ -1027,8 +1028,8 @@ def custom_loss():
 # checks them.)
 #
 # `compute` makes a number of a merged state. It runs outside `jit`, so shapes
-# in it may depend on values. It is called on what `finalize` returns, which is
-# the state itself here, and matters where something was collected.
+# in it may depend on values. It is called on what `finalize` returns: the state
+# with NumPy arrays for JAX's, and with what was collected put together.
 #
 # `kd.metrics` has what is common: `Accuracy`, `BinaryAccuracy`, `Precision1`,
 # `RocAuc`, `Psnr`, `Ssim`, `Norm`, `Std` and others. For a plain mean no metric
@@ -1053,8 +1054,8 @@ class MeanRecall(kd.metrics.Metric):
     def compute(self):
       occurs = self.seen > 0
       recalls = self.hits[occurs] / self.seen[occurs]
-      # A float, since up to Kauldron 1.4.4 a NumPy float32 among the metrics
-      # makes it impossible to save a checkpoint, with which they are stored.
+      # A float: up to Kauldron 1.4.4 a NumPy float32 among the metrics can make
+      # saving a checkpoint fail, since some metrics are saved with it.
       return float(recalls.mean())
 
   @kt.typechecked
@@ -1490,8 +1491,8 @@ def plain_trainer():
 #
 # Any field can be set on the command line by its path, and what refers to it
 # follows. An object is written as `py::` and a call, with the module's name in
-# full, or with `kd` for Kauldron: `py::kd.evals.EveryNSteps(50)`. What changes
-# several fields at once, as the width does below, is an argument of
+# full, but for `kd`, `nn` and `np`: `py::kd.evals.EveryNSteps(50)`. What
+# changes several fields at once, as the width does below, is an argument of
 # `get_config`: a dataclass that must be called `ConfigArgs` names the
 # arguments, and `__args__` stands for them on the command line. (An older way
 # is to write them behind the name of the file:
@@ -1900,7 +1901,7 @@ def sweep():
 #   renames some entries, keeps others, and drops all the rest;
 # - an object of a class of your own.
 #
-# Such a class derives from one of these:
+# Such a class usually derives from one of these:
 #
 # - `kd.data.MapTransform`: its method `map` gets an example;
 # - `kd.data.ElementWiseTransform`: `map_element` gets each value that the field
@@ -2146,9 +2147,10 @@ def resumed_run():
 #
 # Evaluation can be a job of its own beside the training. Such an evaluator has
 # `run=kd.evals.StandaloneEveryCheckpoint()`, and the job is `kauldron.main`
-# with the same config and `--eval_names=NAME`. It scores each new checkpoint in
-# the work directory, and ends when training is complete, for which it counts
-# also if `stop_after_steps` ended it.
+# with the same config and `--eval_names=NAME`. It scores the newest checkpoint
+# whenever there is a new one, skips those that come while it is busy, and ends
+# when training is complete, for which it counts also if `stop_after_steps`
+# ended it.
 
 # %%
 @section("Held-out data is scored along the way")
@@ -2243,15 +2245,20 @@ def best_checkpoint():
 # `config.json` in the work directory gives back the config, and so the Trainer;
 # a checkpoint beside it gives back the state. Your code must be importable as
 # it was, and numbers that were references no longer follow (section
-# `config_references`). If the run began with an `init_transform` (section
-# `loaded_weights`), the Trainer wants to load the same once more; where that is
-# gone, set the field to `None`. Read the JSON into a `ConfigDict` before you
-# resolve it: a plain dict fails where two parts share a third.
+# `config_references`).
+#
+# Two things to mind. Read the JSON into a `ConfigDict` before you resolve it: a
+# plain dict fails where two parts share a third. And let `restore` fill a state
+# without transforms (`skip_transforms=True`): otherwise a fine-tuned run would
+# first load once more what it began with (section `loaded_weights`), and that
+# may be gone.
 #
 # If you train a changed config in the same directory, it resumes, and fails if
-# the parameters or the optimizer's state now have another structure or shape.
-# Any other change passes unnoticed; and once there is a checkpoint after step
-# 0, `config.json` is not written again. It then holds the first config, not the
+# the parameters, the collections or the optimizer's state now have another
+# structure or shape, or if the saved position does not fit the data: with
+# another `num_workers`, and where there was an `InMemoryPipeline`. Most other
+# changes pass unnoticed; and once there is a checkpoint after step 0,
+# `config.json` is not written again. It then holds the first config, not the
 # one that was trained last.
 
 # %%
@@ -2271,7 +2278,8 @@ def rebuilt_run():
   found = konfig.ConfigDict(json.loads(text))
   found.workdir = moved
   rebuilt = konfig.resolve(found)
-  state = rebuilt.checkpointer.restore(rebuilt.init_state())
+  state = rebuilt.checkpointer.restore(
+      rebuilt.init_state(skip_transforms=True))
   agree("step", restored=int(state.step), last_saved=10)
 
   # What it was trained with, and the same parameters as by training again.
@@ -2613,8 +2621,9 @@ def sharding():
 # that all can reach. All write their parts of a checkpoint there. Only process
 # 0 writes `config.json` and the event files.
 #
-# Slurm, Open MPI and Kubernetes tell JAX which process is which, and so do TPU
-# machines. Elsewhere you tell it, on each machine with another number:
+# Slurm, Open MPI and Kubernetes (with `jax[k8s]`) tell JAX which process is
+# which, and so do TPU machines. Elsewhere you tell it, on each machine with
+# another number:
 #
 #     jax.distributed.initialize("10.0.0.1:8476", num_processes=2, process_id=0)
 #
@@ -2996,8 +3005,8 @@ def model_state():
 #
 # Decorate your class with `@dataclasses.dataclass(frozen=True, kw_only=True)`,
 # and add `eq=True` for losses, metrics and summaries, `eq=False` for a training
-# step, which is a static argument of `jax.jit`. An evaluator without fields of
-# its own needs no decorator.
+# step, which is a static argument of `jax.jit`. Do not decorate an evaluator:
+# its base class has made it a dataclass.
 #
 # Inside `train()` JAX refuses to move arrays between host and device unasked.
 # An evaluator therefore fetches what it needs with `jax.device_get` and goes on

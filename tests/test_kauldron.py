@@ -450,6 +450,9 @@ FLAGS = {  # Flags -> path in the config, and what stands there.
                          "optimizer.learning_rate", 0.2),
     "kd": (["--cfg.aux=py::kd.evals.EveryNSteps(2)"],
            "aux.__qualname__", "kauldron.kd:evals.EveryNSteps"),
+    "nn": (["--cfg.aux=py::nn.Dense(2)"],
+           "aux.__qualname__", "flax.linen:Dense"),
+    "np": (["--cfg.aux=py::np.ones(2)"], "aux.__qualname__", "numpy:ones"),
     "list": (["--cfg.aux=py::[-2, -.5]"], "aux", [-2, -0.5]),
     "tuple": (["--cfg.aux=py::(False, None, 'x')"], "aux", (False, None, "x")),
     "dict": (["--cfg.aux=py::{'a': 1}"], "aux.a", 1),
@@ -796,6 +799,29 @@ def test_subclass_of_a_checked_dataclass_is_not_checked():
   with pytest.raises(kt.KTypeCheckError):
     Checked(3)
   assert Derived(3).x == 3
+
+
+def test_plain_subclass_of_a_checked_dataclass_is_checked():
+  class Plain(Checked):
+    pass
+  with pytest.raises(kt.KTypeCheckError):
+    Plain(3)
+
+
+@kt.typechecked
+def checks_within(x: kt.Float["n"], array, in_a_block):
+  """Checks another array, with the sizes of this call or without them."""
+  del x
+  if not in_a_block:
+    return kt.check_type(array, kt.Float["n"])
+  with kt.typechecked():
+    return kt.check_type(array, kt.Float["n"])
+
+
+def test_block_in_a_checked_function_knows_no_sizes():
+  checks_within(np.ones(5), np.ones(9), in_a_block=True)
+  with pytest.raises(kt.KTypeCheckError):
+    checks_within(np.ones(5), np.ones(9), in_a_block=False)
 
 
 LATE = """
@@ -1248,6 +1274,38 @@ class Shown(kd.metrics.Metric):
 
   def get_state(self):
     return self.State()
+
+
+@dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
+class Scaled(kd.losses.Loss):
+  """A loss with an input that may be left out."""
+
+  preds: kontext.Key = kontext.REQUIRED
+  scale: kontext.Key | None = None
+
+  def get_values(self, preds, scale=2.0):
+    return scale * preds
+
+
+@pytest.mark.parametrize("scale, expected", [(None, 2), ("scale", 3)])
+def test_argument_of_a_key_that_is_none_has_its_default(scale, expected):
+  context = {"preds": np.ones(4), "scale": np.full(4, 3.0), "step": 0}
+  loss = Scaled(preds="preds", scale=scale)
+  assert loss(context=context) == expected
+
+
+class ScaledEvaluator(kd.evals.EvaluatorBase):
+  """An evaluator with a field of its own."""
+
+  scale: float = 1.0
+
+
+def test_evaluator_is_a_dataclass_already():
+  evaluator = ScaledEvaluator(run=kd.evals.Once(0), scale=2.0)
+  assert evaluator.scale == 2.0
+  decorate = dataclasses.dataclass(frozen=True, kw_only=True)
+  with pytest.raises(TypeError, match="Cannot overwrite attribute"):
+    decorate(ScaledEvaluator)
 
 
 class NormOfHead(kd.evals.EvaluatorBase):
@@ -1728,6 +1786,12 @@ def test_missing_step_is_not_restored(continued):
     trainer.checkpointer.restore(trainer.init_state(), step=7)
 
 
+def test_state_without_transforms(continued):
+  continued.init_transform = lazy_here.NeverWanted()
+  state = konfig.resolve(continued).init_state(skip_transforms=True)
+  assert int(state.step) == 0
+
+
 def test_resumed_run_repeats_batches_and_no_init_transform(run, continued):
   continued.init_transform = lazy_here.NeverWanted()
   with pytest.raises(AssertionError, match="was used"):
@@ -1885,6 +1949,33 @@ def test_run_with_pygrain_resumes_its_optimizer_too(tmp_path):
   cfg.stop_after_steps = None
   resumed, _ = konfig.resolve(cfg).train()
   assert tour.distance(resumed.opt_state, whole.opt_state) == 0
+
+
+@pytest.fixture(scope="module")
+def stopped_pygrain(tmp_path_factory):
+  """The config of a run with PyGrain that has a checkpoint."""
+  cfg = tour.get_config()
+  cfg.workdir = str(tmp_path_factory.mktemp("pygrain"))
+  cfg.writer = None
+  cfg.stop_after_steps = 1
+  cfg.train_ds = lazy_kd.data.py.DataSource(
+      data_source=lazy_tour.train_examples(), batch_size=BATCH_SIZE,
+      shuffle=True, num_workers=0)
+  konfig.resolve(cfg).train()
+  return cfg
+
+
+def test_position_does_not_fit_other_workers(stopped_pygrain):
+  cfg = copy.deepcopy(stopped_pygrain)
+  cfg.train_ds.num_workers = 2
+  with pytest.raises(KeyError, match="exhausted"):
+    konfig.resolve(cfg).train()
+
+
+def test_position_is_not_there_after_data_in_memory(continued, stopped_pygrain):
+  continued.train_ds = stopped_pygrain.train_ds
+  with pytest.raises(ValueError, match="process_0-of-1.json"):
+    konfig.resolve(continued).train()
 
 
 # Optimizers

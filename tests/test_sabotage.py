@@ -858,6 +858,13 @@ def a_histogram_ends_too_far_right(tour, monkeypatch):
   _changes_histograms(tour, monkeypatch, change)
 
 
+@breaks("inner_layer")
+def a_path_leads_to_another_value(tour, monkeypatch):
+  @replaces(monkeypatch, kontext, "get_by_path")
+  def negative(original, *args, **kwargs):
+    return -original(*args, **kwargs)
+
+
 @breaks("sweep")
 def an_override_is_lost(tour, monkeypatch):
   monkeypatch.setattr(kontext, "set_by_path", lambda cfg, path, value: [])
