@@ -764,7 +764,9 @@ def paths():
 # Other types are `Int`, `Bool`, `Num` (any number), `PRNGKey` and so on.
 #
 # A function with such annotations is checked whenever it is called, if it is
-# decorated with `@kt.typechecked`; under `jax.jit`, when it is traced.
+# decorated with `@kt.typechecked`; under `jax.jit`, when it is traced, so that
+# a jitted step costs nothing more.
+# (`with kt.Config(typechecking_enabled=False):` switches the checks off.)
 # Throughout one call a name stands for one size. The first array that has the
 # axis decides which, and all others must agree with it, the result included.
 #
@@ -1181,8 +1183,9 @@ def held_out_images():
 # %% [markdown]
 # The model is a flax module like any other. The one thing that is Kauldron's is
 # the field `image`: a key, like those of a loss, which says where in the
-# context the argument `image` of `__call__` comes from. What `__call__` returns
-# is what keys find at `preds`.
+# context the argument `image` of `__call__` comes from. (A model with several
+# inputs has a key for each.) What `__call__` returns is what keys find at
+# `preds`.
 
 # %%
 class MLP(nn.Module):
@@ -2142,8 +2145,15 @@ def resumed_run():
 # An evaluator can be called at any other time too:
 # `trainer.evals["held_out"].evaluate(state=state, step=...)`, which is logged
 # as well. And it may change the state first, with an `init_transform` of its
-# own (section `loaded_weights`); `kd.optim.UseEmaParams`, for one, takes
-# averaged parameters, if the optimizer has kept them (`kd.optim.ema_params`).
+# own (section `loaded_weights`). One of these takes parameters that the
+# optimizer has averaged:
+#
+#     cfg.optimizer = lazy_kd.optim.named_chain(
+#         adam=lazy_optax.adam(learning_rate=0.001),
+#         ema=lazy_kd.optim.ema_params(decay=0.999))
+#     cfg.evals = {"averaged": lazy_kd.evals.Evaluator(
+#         run=lazy_kd.evals.EveryNSteps(100),
+#         init_transform=lazy_kd.optim.UseEmaParams())}
 #
 # Evaluation can be a job of its own beside the training. Such an evaluator has
 # `run=kd.evals.StandaloneEveryCheckpoint()`, and the job is `kauldron.main`

@@ -1649,6 +1649,28 @@ def test_cached_batches_are_kept():
   assert first["image"] is again["image"]
 
 
+class TwoInputs(nn.Module):
+  """Tells labels by labels."""
+
+  image: kontext.Key = kontext.REQUIRED
+  label: kontext.Key = kontext.REQUIRED
+
+  @nn.compact
+  def __call__(self, image, label):
+    one_hot = jax.nn.one_hot(label[:, 0], 4)
+    return {"logits": one_hot + 0 * nn.Dense(4)(image[:, 0, :, 0])}
+
+
+def test_model_with_two_inputs():
+  model = lazy_here.TwoInputs(image="batch.image", label="batch.label")
+  trainer = resolved(model=model)
+  state = trainer.init_state()
+  batch = next(iter(trainer.train_ds))
+  _, context = trainer.trainstep._step(state, batch)
+  found = context.preds["logits"].argmax(axis=1)
+  np.testing.assert_array_equal(found, batch["label"][:, 0])
+
+
 class Printing(nn.Module):
   """Prints the largest pixel of each batch."""
 
