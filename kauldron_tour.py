@@ -33,10 +33,11 @@
 # how good a model is.
 #
 # Every section but the first makes one claim, its title. It first does what you
-# would type, and shows what comes out; then it gets the same result another way
-# (NumPy by hand, plain JAX, a second run) and compares. What passes is true of
-# the versions that you have installed. The text refers to a section by the name
-# of its function, which stands in the line that ends its output.
+# would type, and shows what comes out; then, where there is something to
+# compare with, it gets the same result another way (NumPy by hand, plain JAX, a
+# second run). What passes is true of the versions that you have installed. The
+# text refers to a section by the name of its function, which stands in the line
+# that ends its output.
 #
 # Four helpers occur everywhere:
 #
@@ -500,7 +501,8 @@ def config_tree():
 # made. So write nothing in the block but the config itself. What is no module
 # stays as it is: a name imported with `from optax import sgd`, and a class that
 # you have defined in the notebook itself. Put such a class into a file, and
-# import that as a module. Import at the top level, not in a function.
+# import that as a module. Import at the top level, not in a function: only
+# those names are replaced.
 #
 # As a rule: `imports()` in a file of configs, `mock_modules()` in a notebook.
 
@@ -531,9 +533,9 @@ def mock_modules():
 #
 # A value of another type than the one it replaces is refused at once, with some
 # leeway: an int is taken where a float stood (not a float for an int), `None`
-# anywhere, and anything where `None` stood. A real object is refused too: a
-# config must stay data. But a misspelt argument is found only when the call is
-# made, by `konfig.resolve`.
+# anywhere, and anything where `None` stands, even if a float stood there
+# before. A real object is refused too: a config must stay data. But a misspelt
+# argument is found only when the call is made, by `konfig.resolve`.
 #
 # `cfg | {...}` is a copy with other arguments. (The next section says for which
 # configs it is not.)
@@ -557,6 +559,9 @@ def config_errors():
         expected="1.0")
   cfg.momentum = None
   assert cfg.momentum is None, cfg
+  cfg.momentum = "high"  # None has no type, so now even this is taken.
+  agree("momentum, set to None and then to a text", found=cfg.momentum,
+        expected="high")
 
   # The misspelt argument goes into the config ...
   misspelt = cfg | {"learning_rat": 0.1}
@@ -1117,10 +1122,11 @@ def custom_metric():
 # %% [markdown]
 # # Part II: a real Trainer
 #
-# From here on `kd.train` is used, which imports TensorFlow (its event files are
-# TensorBoard's). That takes 5 to 15 seconds, once.
+# From here on `kd.train` is used and not only recorded, which imports
+# TensorFlow (its event files are TensorBoard's). That takes 5 to 15 seconds,
+# once.
 
-# %%
+# %% Importing the trainer jupyter={"source_hidden": true}
 @contextlib.contextmanager
 def quiet_stderr():
   """Keeps off the screen what TensorFlow's C++ parts say when they load."""
@@ -1217,16 +1223,19 @@ def logits_by_hand(params, image):
 #
 # Some of it needs a word:
 #
-# - `Trainer()` is recorded with some fields filled in already. So the config
-#   that is printed below has `evals` and `setup`, which nobody has written.
+# - `Trainer()` is recorded with some fields filled in already, since it tells
+#   konfig so. Hence the config that is printed below has `evals` and `setup`,
+#   which nobody has written.
 # - `workdir`, where a run writes, is still to be set. It is `None` until then,
 #   and does not resolve. Give an absolute path: with a relative one the whole
 #   run is trained, no checkpoint is written, and it ends with an error ("should
 #   be absolute").
-# - `num_train_steps=100` takes steps 0 to 100, so it takes 101 of them.
+# - `num_train_steps=100` takes steps 0 to 100, so it takes 101 of them. (Later
+#   runs are ended early with `stop_after_steps=11`, which takes 11.)
 # - Losses and metrics are logged every `log_metrics_every` steps, summaries
 #   (images, histograms) every `log_summaries_every`. The step is compiled once
-#   for each combination, so equal numbers save time.
+#   for each combination (with or without metrics, summaries), so equal numbers
+#   save time.
 # - A checkpoint labelled 90 holds the state *before* step 90. They are saved at
 #   steps 0, 30, 60 and 90, and the last three are kept. So steps 90 to 100 are
 #   in no checkpoint. With `num_train_steps` a multiple of `save_interval_steps`
@@ -1315,7 +1324,7 @@ def read_events(workdir, tag, collection="train"):
 def real_trainer():
   """A config resolves to a Trainer, which trains."""
   cfg = get_config()
-  del cfg.xm_job  # What Google's own launcher wants to know.
+  del cfg.xm_job  # For Google's own launcher. Gone, to print less.
   show("cfg; &id001 and *id001 are one shared part", cfg)
   cfg.workdir = new_workdir("real_trainer")
 
@@ -1431,6 +1440,9 @@ def event_files():
 # with the same names. Such a Trainer cannot be changed on the command line or
 # rebuilt from its work directory: it writes no `config.json`. (The one below
 # has no checkpointer either, and so saves nothing.)
+#
+# At its end the section prints which fields there are, with the default where
+# it is a plain value.
 
 # %%
 FEW_STEPS = 20  # How long the runs are in which little has to be learnt.
@@ -1475,6 +1487,15 @@ def plain_trainer():
   agree("distance from the run with a config", rtol=0,
         found=distance(state.params, from_config.params), expected=0.0)
 
+  for part in (kd.train.Trainer, kd.ckpts.Checkpointer, kd.evals.Evaluator):
+    fields = []
+    for field in dataclasses.fields(part):
+      is_plain = isinstance(field.default, (bool, int, float, str))
+      default = f"={field.default!r}" if is_plain else ""
+      if not field.name.startswith("_"):
+        fields.append(f"{field.name}{default}")
+    show(f"fields of {part.__name__}", ", ".join(fields))
+
 # %% [markdown]
 # ## A project is an implementation and a config
 #
@@ -1494,11 +1515,11 @@ def plain_trainer():
 #
 # Any field can be set on the command line by its path, and what refers to it
 # follows. An object is written as `py::` and a call, with the module's name in
-# full, but for `kd`, `nn` and `np`: `py::kd.evals.EveryNSteps(50)`. What
-# changes several fields at once, as the width does below, is an argument of
-# `get_config`: a dataclass that must be called `ConfigArgs` names the
-# arguments, and `__args__` stands for them on the command line. (An older way
-# is to write them behind the name of the file:
+# full, but for `kd`, `nn` and `np`: `py::project.Classifier(x='batch.x')`, or
+# `py::kd.evals.EveryNSteps(50)`. What changes several fields at once, as the
+# width does below, is an argument of `get_config`: a dataclass that must be
+# called `ConfigArgs` names the arguments, and `__args__` stands for them on the
+# command line. (An older way is to write them behind the name of the file:
 # `--cfg=configs/my_experiment.py:width=12`.)
 #
 # Started anew, `kauldron.main` would import everything once more. So below the
@@ -1577,8 +1598,8 @@ def project():
   config_file = folder / "configs" / "my_experiment.py"
   config_file.write_text(CONFIG_FILE)
 
-  # As if this were `python -m kauldron.main ...` in that directory. What may be
-  # set is looked up in `sys.argv`, before the line is parsed.
+  # As if this were `python -m kauldron.main ...` in that directory. Kauldron
+  # reads in `sys.argv` itself which fields are to be set, so it must be there.
   arguments = sys.argv
   sys.argv = [
       "kauldron.main", f"--cfg={config_file}",
@@ -1707,6 +1728,8 @@ def take_steps(trainer, state, num_steps):
 # - `batch`, `step`, `params`, `preds`: as you would think.
 # - `interms`: what each layer returned. `interms.encoder.__call__[0]` is the
 #   output of the first call of the layer `encoder`.
+# - `opt_state`, and `collections` of a model that has some (section
+#   `model_state`).
 # - `grads`, `updates`: the gradients, and what the optimizer made of them.
 #   Evaluation has neither; `kd.metrics.SkipIfMissing` leaves a metric out where
 #   its key is missing, and also where it is misspelt.
@@ -1716,7 +1739,7 @@ def take_steps(trainer, state, num_steps):
 # it.
 #
 # So a metric or a summary whose key is such a path sees the inside of a model
-# whose code does not know.
+# whose code knows nothing of it.
 #
 # `Norm` takes an array row by row (a row is along the last axis), and reports
 # the mean of the rows' norms. Two metrics apply another one to trees: `TreeMap`
@@ -1845,7 +1868,7 @@ def sweep_variants():
 
 @section("A sweep changes one line of the config at a time")
 def sweep():
-  """Variants differ from the base in one path, and in what they learn."""
+  """Variants differ from the base in what they name, and in their curves."""
   base_config = kontext.flatten_with_path(get_config())
   held_out = held_out_images()
   curves = {}
@@ -1918,7 +1941,7 @@ def sweep():
 
 # %%
 def train_examples():
-  """Returns the training images as a list of examples, which PyGrain needs."""
+  """Returns the training images one by one, as a list."""
   arrays = train_images()
   pairs = zip(arrays["image"], arrays["label"], strict=True)
   return [{"image": image, "label": label} for image, label in pairs]
@@ -1993,8 +2016,8 @@ def data_pipeline():
 #   same batch, and drops what is left after the last one, unless
 #   `batch_drop_remainder=False`. Each worker drops its own: of 24 examples five
 #   workers have at most five each, and so not one batch of six.
-# - **Too little data.** With less than one batch, and no `num_epochs`, an
-#   `InMemoryPipeline` waits for ever.
+# - **Too little data.** Without `num_epochs` a pipeline goes on for ever. An
+#   `InMemoryPipeline` with less than one batch then waits for ever.
 
 # %% [markdown]
 # ## Data comes from files, and can be mixed
@@ -2133,8 +2156,9 @@ def resumed_run():
 # An *evaluator* scores the state of the moment on data of its own: every n
 # steps, or once. At step 4 that is the state after four steps, before step 4.
 # It has the losses, metrics and summaries of training unless it is given others
-# (`metrics={}` for none), and writes under its own name. It sees no gradients.
-# Its data is `cfg.eval_ds`, or its own `ds`.
+# (its fields `losses`, `metrics`, `summaries`; `metrics={}` for none), and
+# writes under its own name. It sees no gradients. Its data is `cfg.eval_ds`, or
+# its own `ds`.
 #
 # Either its data ends (`num_epochs=1`), or the evaluator must be told when to
 # stop (`num_batches=5`). An `InMemoryPipeline` drops what does not fill a
@@ -2309,8 +2333,8 @@ def rebuilt_run():
 # parameters, and other collections of the model, from the newest checkpoint in
 # the directory of another run, or from that of `step=`. With
 # `load_opt_state=True` it takes the optimizer's state as well: a schedule in
-# the optimizer then goes on where it was, while the step number, and with it
-# `num_train_steps`, starts at 0.
+# the optimizer then goes on where it was, while the step number starts at 0,
+# and with it the run: it takes all of `num_train_steps`.
 #
 # Arrays with the same path, such as `params.encoder.kernel`, get what was
 # saved, and must have the same shapes, or the first step fails: give a head for
@@ -2415,8 +2439,8 @@ def loaded_weights():
 # `trainer.state_specs` is the state with shapes in place of arrays.
 #
 # A name with a star, a bracket, a bar or another such sign in it is taken for a
-# regular expression; a dot alone does not make it one. (Avoid the bar:
-# `"encoder|head"` also moves `my_head`.)
+# regular expression; a dot alone does not make it one. (Avoid the bar, at which
+# the whole pattern is cut in two: `"encoder|head"` also moves `my_head`.)
 #
 # Frozen are parameters only: the running statistics of a frozen `nn.BatchNorm`
 # go on moving, unless the layer is told to use them as they are
@@ -2425,7 +2449,7 @@ def loaded_weights():
 # %%
 @section("Frozen parameters keep every bit, and the others move")
 def frozen_weights():
-  """`select` lets move what it names; a mask shows that before training."""
+  """Only what `select` names moves; a mask shows that before training."""
   cfg = get_config()
   cfg.workdir = new_workdir("frozen_weights")
   cfg.writer = None  # No event files.
@@ -2497,8 +2521,8 @@ def large_batches():
   cfg.optimizer = lazy_optax.MultiSteps(cfg.optimizer, every_k_schedule=4)
   cfg.train_ds.batch_size = BATCH_SIZE // 4
   cfg.num_train_steps = 400
-  cfg.schedules["learning_rate"].decay_steps = 400 // 4  # It counts moves, and
-  # being set it no longer follows `num_train_steps`.
+  # It counts moves. Being set, it no longer follows `num_train_steps`.
+  cfg.schedules["learning_rate"].decay_steps = 400 // 4
   cfg.stop_after_steps = 8
   cfg.workdir = new_workdir("small")
   trainer = konfig.resolve(cfg)
@@ -2507,6 +2531,7 @@ def large_batches():
 
   agree("steps of 48", found=int(large.step), expected=2)
   agree("steps of 12", found=int(small.step), expected=8)
+  agree("moves in these", found=int(small.opt_state.gradient_step), expected=2)
   show("distance moved", distance(before.params, small.params))
   far = distance(large.params, small.params)
   print(f"  distance between the two: {far:.0e}")
@@ -2516,12 +2541,12 @@ def large_batches():
 # ## One config field shards the model
 #
 # Every device usually holds a copy of the model and takes a share of each
-# batch. `FSDPSharding` divides each array of the parameters instead: a device
-# holds a part, and JAX moves what a computation needs. Arrays of 4 MB or less
-# are copied all the same unless you say otherwise; so are scalars, and arrays
-# of which no axis can be divided by the number of devices. The optimizer's
-# state is whole at first and follows after one step, or is divided from the
-# start by a second argument:
+# batch. `FSDPSharding` divides each array of the parameters instead, along the
+# largest axis that can be divided: a device holds a part, and JAX moves what a
+# computation needs. Arrays of 4 MB or less are copied all the same unless you
+# say otherwise; so are scalars, and arrays of which no axis can be divided by
+# the number of devices. The optimizer's state is whole at first and follows
+# after one step, or is divided from the start by a second argument:
 #
 #     cfg.sharding = lazy_kd.sharding.ShardingStrategy(
 #         params=lazy_kd.sharding.FSDPSharding(),
@@ -2613,7 +2638,7 @@ def sharding():
   assert not large.is_fully_replicated
 
 # %% [markdown]
-# ## Several machines share each batch
+# ## Each of several processes yields its part of a batch
 #
 # A model or a batch that is too large for one machine is trained by several.
 # Each machine runs the same script, in a process of its own, and each process
@@ -2673,11 +2698,11 @@ def sharding():
 #     examples in all: found 48, expected 48
 #     loss at step 0: kauldron 1.058, by hand 1.058
 #
-# (The tour's own tests do that, and compare a whole training by two processes
-# with one by a single process.)
+# One process cannot show that. (The tour's own tests start two, and compare a
+# whole training with one by a single process.)
 
 # %%
-@section("Several machines share each batch")
+@section("Each of several processes yields its part of a batch")
 def several_processes():
   """A process has its part of a batch; the loss is the mean of the whole."""
   number = jax.process_index()
@@ -2713,9 +2738,10 @@ def several_processes():
   with mock.patch.multiple(
       jax, process_count=lambda: 2, process_index=lambda: 1):
     part = next(iter(trainer.train_ds))
-  show("examples in process 1 of 2", len(part["label"]))
-  agree("labels in process 1 of 2", rtol=0, found=part["label"][:, 0],
-        second_half=whole["label"][BATCH_SIZE // 2:, 0])
+  def digits(label):
+    return "".join(map(str, label[:, 0]))
+  agree("labels if JAX says process 1 of 2", found=digits(part["label"]),
+        second_half=digits(whole["label"][BATCH_SIZE // 2:]))
 
   # PyGrain's position: a file for each process.
   cfg.train_ds = lazy_kd.data.py.DataSource(
@@ -2739,8 +2765,9 @@ def several_processes():
 #
 # `train()` exports before its first step, and the model as it is in training,
 # with dropout for one. To export it for use, call the exporter yourself with
-# `is_training=False`, as below. Both write a file of the same name, so do that
-# after `train()`, or give the exporter another `name`.
+# `is_training=False`, as below. Both write a file of the name that the exporter
+# has, `train_model` by default, so give this one another, or call it after
+# `train()`.
 #
 # The file runs on as many devices as there were, of the kinds that `platforms`
 # names; for one device, export where there is one. The size of the batch stays
@@ -2766,8 +2793,7 @@ from jax import export
 import numpy as np
 
 folder = pathlib.Path(sys.argv[1])
-exported = export.deserialize(
-    (folder / "train_model.jax_exported").read_bytes())
+exported = export.deserialize((folder / "model.jax_exported").read_bytes())
 params = pickle.loads((folder / "params.pickle").read_bytes())
 image = np.load(folder / "image.npy")
 
@@ -2788,7 +2814,8 @@ def exported_model():
   """The exported file predicts what the model predicts."""
   cfg = get_config()
   cfg.workdir = new_workdir("exported_model")
-  cfg.exporter = lazy_kd.export.JaxModelExporter(platforms=["cpu"])
+  cfg.exporter = lazy_kd.export.JaxModelExporter(
+      name="model", platforms=["cpu"])
   trainer = konfig.resolve(cfg)
   state = trainer.init_state()
   trainer.exporter.export(
@@ -2815,7 +2842,7 @@ def exported_model():
         by_hand=logits_by_hand(params, image))
 
 # %% [markdown]
-# ## Flags and keys come from the Trainer
+# ## Flags and random keys come from the Trainer
 #
 # In flax, `apply` is given the keys for random numbers, and a layer like
 # dropout must be told whether the model is being trained. A Trainer sees to
@@ -2837,7 +2864,8 @@ def exported_model():
 #
 # Two streams are there in training: `dropout`, which `nn.Dropout` uses, and
 # `default`, for whatever you like. An evaluator has only the streams that were
-# declared with `eval=True`. Below a stream of our own, `noise`, exists in both.
+# declared with `eval=True`. Below a stream of our own is added, `noise`, which
+# exists in both.
 
 # %%
 class Noisy(nn.Module):
@@ -2854,7 +2882,7 @@ class Noisy(nn.Module):
     return {"noise": noise, "dropped": dropped, "flag": flag}
 
 
-@section("Flags and keys come from the Trainer")
+@section("Flags and random keys come from the Trainer")
 def random_streams():
   """Trainer and evaluator set the flag and the keys, from seed and step."""
   cfg = get_config()
@@ -2968,6 +2996,11 @@ def model_state():
   state, _ = trainer.train()
   stats = jax.device_get(state.collections["batch_stats"]["norm"])
 
+  # A key finds them, too.
+  key = "collections.batch_stats.norm.mean"
+  specs = kontext.flatten_with_path(trainer.context_specs)
+  agree(key, shape=specs[key].shape, expected=(64,))
+
   # By hand: at each step a tenth of the new value comes in.
   mean = np.zeros(64)
   variance = np.ones(64)
@@ -2999,17 +3032,19 @@ def model_state():
 # | -------------- | ------------------------ | ------------------------------ |
 # | summary        | `kd.metrics.Metric`      | `get_state(...)` -> state      |
 # | init transform | `kd.ckpts.InitTransform` | `transform(state)` -> state    |
-# | evaluator      | `kd.evals.EvaluatorBase` | `evaluate(state, step)`        |
+# | evaluator      | `kd.evals.EvaluatorBase` | `evaluate(state, step)` -> any |
 # | training step  | `kd.train.TrainStep`     | `_step(state, batch)` -> pair  |
 #
 # - A summary is a metric that stands in `cfg.train_summaries`. The fields of
 #   its state collect rather than add: `concat_field` puts the arrays of all
-#   batches together, and `truncate_field` keeps the first few. `finalize` makes
+#   batches together, and `truncate_field` keeps the first few; how many is
+#   found at a path from the state, below `parent.num_images`. `finalize` makes
 #   one NumPy array of the pieces. In a state, `self.parent` is the metric that
 #   made it.
 # - An init transform changes the state before training (section
 #   `loaded_weights`).
-# - An evaluator has a `writer`, for the event files in its folder.
+# - An evaluator has a `writer`, for the event files in its folder. What
+#   `evaluate` returns goes to whoever calls it; `train()` does not look at it.
 # - `_step` is meant to be overridden, in spite of its name. It returns the new
 #   state and the context, where `context.loss_total` is what was minimised.
 #
@@ -3155,7 +3190,6 @@ def own_parts():
 #
 #     import flax
 #     from flax import linen as nn
-#     import jax
 #     import jax.numpy as jnp
 #     from kauldron import kd, kontext
 #     import numpy as np

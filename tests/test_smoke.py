@@ -526,9 +526,8 @@ def test_request_that_cannot_be_met(changed, candidate, word):
     changed(candidate)
 
 
-@pytest.mark.parametrize("name", [
-    "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_CONFIG_FILE", "PYTHONPATH"])
-def test_setting_that_names_a_folder(changed, monkeypatch, tmp_path, name):
+def test_settings_that_name_a_folder(changed, monkeypatch, tmp_path):
+  """One that had an effect would have it beside the others, too."""
   folder = tmp_path / "elsewhere"
   (folder / "einops").mkdir(parents=True)
   (folder / "einops" / "__init__.py").write_text("__version__ = 'another'")
@@ -536,22 +535,22 @@ def test_setting_that_names_a_folder(changed, monkeypatch, tmp_path, name):
   (folder / "einops-0.7.dist-info" / "METADATA").write_text(
       "Metadata-Version: 2.1\nName: einops\nVersion: 0.7\n")
   before = sorted(folder.rglob("*"))
-  monkeypatch.setenv(name, str(folder))
-  if name == "PIP_CONFIG_FILE":
-    config = tmp_path / "pip.conf"
-    config.write_text(f"[install]\ntarget = {folder}\nno-deps = yes\n")
-    monkeypatch.setenv(name, str(config))
+  for name in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PYTHONPATH"):
+    monkeypatch.setenv(name, str(folder))
+  config = tmp_path / "pip.conf"
+  config.write_text(f"[install]\ntarget = {folder}\nno-deps = yes\n")
+  monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
   assert changed("einops==0.8.0") == {"einops": "0.8.0"}
   assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name, value", [
-    ("PIP_DRY_RUN", "1"), ("PIP_USER", "1"), ("PIP_NO_DEPS", "1"),
-    ("PIP_REQUIRE_VIRTUALENV", "1"), ("PIP_CONSTRAINT", "/no/such/file"),
-    ("PYTHONHOME", "/no/such/folder"), ("UV_SYSTEM_PYTHON", "1"),
-])
-def test_setting(changed, monkeypatch, name, value):
-  monkeypatch.setenv(name, value)
+def test_settings(changed, monkeypatch):
+  """One that had an effect would have it beside the others, too."""
+  for name, value in {
+      "PIP_DRY_RUN": "1", "PIP_USER": "1", "PIP_NO_DEPS": "1",
+      "PIP_REQUIRE_VIRTUALENV": "1", "PIP_CONSTRAINT": "/no/such/file",
+      "PYTHONHOME": "/no/such/folder", "UV_SYSTEM_PYTHON": "1"}.items():
+    monkeypatch.setenv(name, value)
   assert changed("einops==0.8.0") == {"einops": "0.8.0"}
 
 
