@@ -718,6 +718,17 @@ def python_imports_tensorflow(monkeypatch):
   every_process_runs(monkeypatch, "sys.modules['tensorflow'] = sys")
 
 
+@noticed_by("test_evaluator_is_a_dataclass_already")
+def an_evaluator_may_be_decorated(monkeypatch):
+  test = sys.modules["test_kauldron"]
+
+  class Evaluator(test.ScaledEvaluator):
+    pass
+
+  del Evaluator.__setattr__, Evaluator.__delattr__
+  monkeypatch.setattr(test, "ScaledEvaluator", Evaluator)
+
+
 def every_process_runs(monkeypatch, line):
   """Has each new Python run a line first."""
   folder = new_folder(None)
