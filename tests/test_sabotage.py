@@ -242,9 +242,14 @@ def an_integer_is_dropped(tour, monkeypatch):
   _is_not_set(monkeypatch, 1)
 
 
-@breaks("config_errors")
+@breaks("config_errors", TypeError)
 def none_is_dropped(tour, monkeypatch):
   _is_not_set(monkeypatch, None)
+
+
+@breaks("config_errors")
+def a_text_in_place_of_none_is_dropped(tour, monkeypatch):
+  _is_not_set(monkeypatch, "low")
 
 
 @breaks("config_errors")
@@ -1266,6 +1271,26 @@ def two_batches_make_a_step(tour, monkeypatch):
     return original(optimizer, every_k_schedule=2)
 
 
+@breaks("large_batches")
+def a_move_is_counted_twice(tour, monkeypatch):
+  @replaces(monkeypatch, kd.train.Trainer, "train")
+  def train(original, self):
+    state, aux = original(self)
+    if isinstance(state.opt_state, optax.MultiStepsState):
+      moves = state.opt_state.gradient_step
+      state = state.replace(
+          opt_state=state.opt_state._replace(gradient_step=2 * moves))
+    return state, aux
+
+
+@breaks("large_batches")
+def a_move_is_too_large(tour, monkeypatch):
+  @replaces(monkeypatch, optax, "MultiSteps")
+  def larger(original, optimizer, every_k_schedule):
+    return original(
+        optax.chain(optimizer, optax.scale(1.01)), every_k_schedule)
+
+
 @breaks("event_files")
 def other_scalars_are_written(tour, monkeypatch):
   _changes_scalars(monkeypatch, "", 1.001)
@@ -1614,6 +1639,16 @@ def a_mean_is_rounded(tour, monkeypatch):
 @breaks("model_state")
 def a_variance_is_rounded(tour, monkeypatch):
   _changes_statistics(monkeypatch, "var", lambda x: x.round(2))
+
+
+@breaks("model_state")
+def a_collection_has_another_shape_in_the_context(tour, monkeypatch):
+  @replaces(monkeypatch, kontext, "flatten_with_path")
+  def flat(original, tree, **kwargs):
+    found = original(tree, **kwargs)
+    return {path: jax.ShapeDtypeStruct((32,), np.float32)
+            if path.endswith("norm.mean") else value
+            for path, value in found.items()}
 
 
 @breaks("model_state")
