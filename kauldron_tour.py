@@ -496,13 +496,13 @@ def config_tree():
 # imported a stand-in, for as long as its block lasts. So a call can be copied
 # out of a config and made.
 #
-# Every module but `konfig` is replaced, NumPy too, and in a notebook and in a
-# script that is run even Python's builtins: `int(3.5)` would be recorded, not
-# made. So write nothing in the block but the config itself. What is no module
-# stays as it is: a name imported with `from optax import sgd`, and a class that
-# you have defined in the notebook itself. Put such a class into a file, and
-# import that as a module. Import at the top level, not in a function: only
-# those names are replaced.
+# Every module but `konfig` is replaced, NumPy too. In a notebook and in a
+# script that is run, a `lambda` in the block does not even find Python's
+# builtins. So write nothing in the block but the config itself. What is no
+# module stays as it is: a name imported with `from optax import sgd`, and a
+# class that you have defined in the notebook itself. Put such a class into a
+# file, and import that as a module. Import at the top level, not in a function:
+# only those names are replaced.
 #
 # As a rule: `imports()` in a file of configs, `mock_modules()` in a notebook.
 
@@ -534,8 +534,10 @@ def mock_modules():
 # A value of another type than the one it replaces is refused at once, with some
 # leeway: an int is taken where a float stood (not a float for an int), `None`
 # anywhere, and anything where `None` stands, even if a float stood there
-# before. A real object is refused too: a config must stay data. But a misspelt
-# argument is found only when the call is made, by `konfig.resolve`.
+# before. (Some fields, such as a Trainer's `workdir`, print as `None` and have
+# a type all the same.) A real object is refused too: a config must stay data.
+# But a misspelt argument is found only when the call is made, by
+# `konfig.resolve`.
 #
 # `cfg | {...}` is a copy with other arguments. (The next section says for which
 # configs it is not.)
@@ -680,7 +682,7 @@ def key_paths():
   """One loss scores two unlike models, and only its key path differs."""
   logits = np.array([[2.0, 0.0, 1.0], [0.0, 1.0, 3.0]])
   labels = np.array([[0], [2]])  # Kauldron's labels have a last axis of 1.
-  # The step is there for losses whose weight depends on it (`custom_loss`).
+  # Every loss looks the step up; its weight may depend on it (`custom_loss`).
   simple = {"batch": {"label": labels}, "preds": logits, "step": 0}
   nested = {"batch": {"label": labels}, "step": 0,
             "preds": {"heads": [{"logits": -logits},  # Another head's.
@@ -780,12 +782,13 @@ def paths():
 # most of the notation.)
 
 # %%
-kt = kd.ktyping
+from kauldron import ktyping as kt
+from kauldron.ktyping import Float, Int, PRNGKey, PyTree
 
 
 @kt.typechecked
-def centered(x: kt.Float["*b n"], mean: kt.Float["*b 1"],
-             transpose: bool = False) -> kt.Float["*b n"]:
+def centered(x: Float["*b n"], mean: Float["*b 1"],
+             transpose: bool = False) -> Float["*b n"]:
   """Returns x minus the mean of each row; with `transpose`, a wrong shape."""
   difference = x - mean
   return difference.T if transpose else difference
@@ -839,10 +842,10 @@ def shape_checker():
 #   `kt.check_type(array, spec)` checks what is calculated on the way.
 # - **Elsewhere.** In a function without the decorator, or in a notebook's cell,
 #   the same works in a block, `with kt.typechecked():`. It begins with no
-#   sizes, and forgets them at its end. `kt.isinstance` says True or False
-#   instead of raising.
+#   sizes, and forgets them at its end. In either, `kt.isinstance` says True or
+#   False instead of raising.
 #
-# Two caveats. `*args: kt.Float["n"]` refuses every call, so take a list, as a
+# Two caveats. `*args: Float["n"]` refuses every call, so take a list, as a
 # `PyTree`. The arguments of a generator are checked when it starts, but not
 # what it yields.
 
@@ -854,14 +857,14 @@ class Noise:
   # Leave this out in a file of your own. In a notebook a class has no source
   # file, in which the checker would look, and this names one.
   __module__ = "kauldron_tour"
-  mean: kt.Float["n"] | kt.Int["n"]
-  scale: kt.Float["n"]
-  key: kt.PRNGKey
+  mean: Float["n"] | Int["n"]
+  scale: Float["n"]
+  key: PRNGKey
 
 
 @kt.typechecked
-def total_norms(arrays: kt.PyTree[kt.Float["n _"], "$T"],
-                scales: kt.PyTree[kt.Float["n"], "$T"]) -> kt.Float["n"]:
+def total_norms(arrays: PyTree[Float["n _"], "$T"],
+                scales: PyTree[Float["n"], "$T"]) -> Float["n"]:
   """Returns, for each row, the sum of its scaled norms in all arrays."""
   total = np.zeros(kt.dim["n"])
   pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(scales), strict=True)
@@ -897,13 +900,13 @@ def shapes_elsewhere():
 
   # Names inside a block. A new one is calculated from another.
   with kt.typechecked():
-    kt.check_type(np.ones((3, 8)), kt.Float["*b n"])
+    kt.check_type(np.ones((3, 8)), Float["*b n"])
     show("sizes", f"*b {kt.dim['*b']}, n {kt.dim['n']}")
     agree("n", found=kt.dim["n"], expected=8)
     kt.dim["half"] = kt.dim["n"] // 2
     agree('kt.shape("*b half")', found=kt.shape("*b half"), expected=(3, 4))
-    assert kt.isinstance(np.ones((3, 4)), kt.Float["*b half"])
-    assert not kt.isinstance(np.ones((3, 5)), kt.Float["*b half"])
+    assert kt.isinstance(np.ones((3, 4)), Float["*b half"])
+    assert not kt.isinstance(np.ones((3, 5)), Float["*b half"])
 
   # After the block the names stand for nothing.
   with raises(kt.NoActiveScopeError, "No active scope"):
@@ -918,11 +921,10 @@ def shapes_elsewhere():
 #
 #     loss = weight * sum(values * mask) / sum(mask)
 #
-# - `mask` is a key, of numbers that are 0 or 1 as a rule. It has as many axes
-#   as the values, and is first repeated along those where it has size 1. With
-#   `normalize_by="values"` the sum is divided by the number of all values
-#   instead. Where the mask is all 0 the loss is 0. In an evaluator both sums
-#   run over all batches.
+# - `mask` is a key, of numbers that are 0 or 1 as a rule. It is first broadcast
+#   to the shape of the values. With `normalize_by="values"` the sum is divided
+#   by the number of all values instead. Where the mask is all 0 the loss is 0.
+#   In an evaluator both sums run over all batches.
 # - `weight` scales the loss against other losses. It is a number, or a
 #   schedule: a function of the step, which is in the context at the key `step`.
 #
@@ -949,8 +951,8 @@ class FocalLoss(kd.losses.Loss):
   gamma: float = 1.0
 
   @kt.typechecked
-  def get_values(self, logits: kt.Float["*b n"],
-                 labels: kt.Int["*b 1"]) -> kt.Float["*b 1"]:
+  def get_values(self, logits: Float["*b n"],
+                 labels: Int["*b 1"]) -> Float["*b 1"]:
     log_probs = jax.nn.log_softmax(logits)
     log_p = jnp.take_along_axis(log_probs, labels, axis=-1)
     return -((1 - jnp.exp(log_p)) ** self.gamma) * log_p
@@ -1054,8 +1056,8 @@ class MeanRecall(kd.metrics.Metric):
   class State(kd.metrics.AutoState["MeanRecall"]):
     """How many examples of each of the n classes were seen, and were hit."""
 
-    hits: kt.Float["n"] = kd.metrics.sum_field()
-    seen: kt.Float["n"] = kd.metrics.sum_field()
+    hits: Float["n"] = kd.metrics.sum_field()
+    seen: Float["n"] = kd.metrics.sum_field()
 
     def compute(self):
       occurs = self.seen > 0
@@ -1065,8 +1067,8 @@ class MeanRecall(kd.metrics.Metric):
       return float(recalls.mean())
 
   @kt.typechecked
-  def get_state(self, logits: kt.Float["*b n"], labels: kt.Int["*b 1"],
-                mask: kt.Float["*b 1"] | None = None) -> State:
+  def get_state(self, logits: Float["*b n"], labels: Int["*b 1"],
+                mask: Float["*b 1"] | None = None) -> State:
     if mask is None:
       mask = jnp.ones(labels.shape)
     num_classes = logits.shape[-1]
@@ -1239,9 +1241,10 @@ def logits_by_hand(params, image):
 #   steps 0, 30, 60 and 90, and the last three are kept. So steps 90 to 100 are
 #   in no checkpoint. With `num_train_steps` a multiple of `save_interval_steps`
 #   only the very last step is lost.
-# - By default the profiler traces from step 10 on, for at least five steps and
-#   three seconds, and again every hour. A run that ends during a trace leaves
-#   it running, and the next one logs an error. `None` switches it off.
+# - By default, except in a notebook, the profiler traces from step 10 on, for
+#   at least five steps and three seconds, and again every hour. A run that ends
+#   during a trace leaves it running, and the next one logs an error. `None`
+#   switches it off.
 #
 # Beside event files and checkpoints a run writes its config, the shapes of a
 # batch (`element_spec.json`), and at its end `train_complete.txt`, for
@@ -1719,10 +1722,10 @@ def take_steps(trainer, state, num_steps):
 # Which paths may a key name? `trainer.context_specs` is the context of a
 # training step with shapes in place of arrays. It is found by tracing, without
 # training anything. That makes it the quickest way to see whether the keys of
-# model, losses and metrics are right: if one is not, this raises the KeyError
-# that `train()` would. (Two kinds are not seen: those of evaluators, which are
-# looked up when they run, and those inside `SkipIfMissing`, below.) Some of
-# what it holds:
+# model, losses and metrics are right: if one is not, this raises the error that
+# `train()` would, a KeyError as a rule. (Two kinds are not seen: those of
+# evaluators, which are looked up when they run, and those inside
+# `SkipIfMissing`, below.) Some of what it holds:
 #
 # - `batch`, `step`, `params`, `preds`: as you would think.
 # - `interms`: what each layer returned. `interms.encoder.__call__[0]` is the
@@ -1731,7 +1734,8 @@ def take_steps(trainer, state, num_steps):
 #   `model_state`).
 # - `grads`, `updates`: the gradients, and what the optimizer made of them.
 #   Evaluation has neither; `kd.metrics.SkipIfMissing` leaves a metric out where
-#   its key is missing, and also where it is misspelt.
+#   its key is missing, and also where it is misspelt. (A key with `**` that
+#   matches nothing is an error all the same.)
 #
 # Metrics and summaries see all of it. The keys of a model can name only `batch`
 # and `step`; those of a loss all but `grads` and `updates`, which come after
@@ -2084,9 +2088,9 @@ def data_files():
 #   ends as if it had never been interrupted.
 #
 # To resume, start the same command once more. For the same reason a new
-# experiment needs a new work directory. In a notebook resolve the config again:
-# a Trainer whose `train()` has been called cannot restore (orbax says "Must
-# provide `args`").
+# experiment needs a new work directory. In a notebook call `train()` again.
+# (Only to restore a state by hand, as below, take a Trainer that has not
+# trained itself: else orbax says "Must provide `args`".)
 #
 # Here `stop_after_steps` stands for the power cut. (A real one may leave a
 # folder `ckpt_20.orbax-checkpoint-tmp` behind, which does no harm.)
@@ -2437,9 +2441,10 @@ def loaded_weights():
 # So look before. A mask can be applied to shapes as well, and
 # `trainer.state_specs` is the state with shapes in place of arrays.
 #
-# A name with a star, a bracket, a bar or another such sign in it is taken for a
-# regular expression; a dot alone does not make it one. (Avoid the bar, at which
-# the whole pattern is cut in two: `"encoder|head"` also moves `my_head`.)
+# A name may be of several parts: `"head.kernel"`. One with a star, a bracket, a
+# bar or another such sign in it is taken for a regular expression; a dot alone
+# does not make it one. (Avoid the bar, at which the whole pattern is cut in
+# two: `"encoder|head"` also moves `my_head`.)
 #
 # Frozen are parameters only: the running statistics of a frozen `nn.BatchNorm`
 # go on moving, unless the layer is told to use them as they are
@@ -3068,14 +3073,14 @@ class KernelImages(kd.metrics.Metric):
 
   @flax.struct.dataclass
   class State(kd.metrics.AutoState["KernelImages"]):
-    images: kt.Float["n 8 8 1"] = kd.metrics.truncate_field(
+    images: Float["n 8 8 1"] = kd.metrics.truncate_field(
         num_field="parent.num_images")  # `parent` is the metric itself.
 
     def compute(self):
       return np.clip(self.images + 0.5, 0, 1)  # An image is in [0, 1].
 
   @kt.typechecked
-  def get_state(self, kernel: kt.Float["64 n"]) -> State:
+  def get_state(self, kernel: Float["64 n"]) -> State:
     return self.State(images=kernel.T.reshape(-1, 8, 8, 1))
 
 
@@ -3191,9 +3196,10 @@ def own_parts():
 #     from flax import linen as nn
 #     import jax.numpy as jnp
 #     from kauldron import kd, kontext
+#     from kauldron import ktyping as kt
+#     from kauldron.ktyping import Float
 #     import numpy as np
 #
-#     kt = kd.ktyping
 #     SEED = 0
 
 # %%
@@ -3264,10 +3270,10 @@ class RSquared(kd.metrics.Metric):
   class State(kd.metrics.AutoState["RSquared"]):
     """Sums over the examples that count."""
 
-    count: kt.Float[""] = kd.metrics.sum_field()
-    target: kt.Float[""] = kd.metrics.sum_field()
-    squared_target: kt.Float[""] = kd.metrics.sum_field()
-    squared_error: kt.Float[""] = kd.metrics.sum_field()
+    count: Float[""] = kd.metrics.sum_field()
+    target: Float[""] = kd.metrics.sum_field()
+    squared_target: Float[""] = kd.metrics.sum_field()
+    squared_error: Float[""] = kd.metrics.sum_field()
 
     def compute(self):
       mean = self.target / self.count
@@ -3275,8 +3281,8 @@ class RSquared(kd.metrics.Metric):
       return float(1 - self.squared_error / self.count / variance)
 
   @kt.typechecked
-  def get_state(self, preds: kt.Float["*b 1"], targets: kt.Float["*b 1"],
-                mask: kt.Float["*b 1"] | None = None) -> State:
+  def get_state(self, preds: Float["*b 1"], targets: Float["*b 1"],
+                mask: Float["*b 1"] | None = None) -> State:
     if mask is None:
       mask = jnp.ones(targets.shape)
     return self.State(

@@ -8,6 +8,7 @@ other versions, so the name of a test says what is no longer true if it fails.
 Configs name what is defined here "test_kauldron:Backbone", for example.
 """
 
+import builtins
 import copy
 import dataclasses
 import io
@@ -258,6 +259,22 @@ def test_mock_modules_replaces_modules_only():
   with konfig.mock_modules():
     optimizer = sgd(learning_rate=0.1)
   assert isinstance(optimizer, optax.GradientTransformation)
+
+
+LAMBDA = """
+from kauldron import konfig
+import optax
+with konfig.mock_modules():
+  rate = int(3.5)
+  (lambda: int(3.5))()
+"""
+
+
+def test_mock_modules_leaves_a_lambda_without_builtins():
+  names = {"__name__": "__main__", "__builtins__": builtins}
+  with pytest.raises(NameError, match="'int' is not defined"):
+    exec(LAMBDA, names)
+  assert names["rate"] == 3
 
 
 def test_mock_modules_leaves_konfig():
@@ -818,6 +835,11 @@ def checks_within(x: kt.Float["n"], array, in_a_block):
     return kt.check_type(array, kt.Float["n"])
 
 
+def test_isinstance_needs_a_scope():
+  with pytest.raises(kt.NoActiveScopeError):
+    kt.isinstance(np.ones(2), kt.Float["n"])
+
+
 def test_block_in_a_checked_function_knows_no_sizes():
   checks_within(np.ones(5), np.ones(9), in_a_block=True)
   with pytest.raises(kt.KTypeCheckError):
@@ -993,7 +1015,14 @@ def test_merged_loss_is_that_of_all(fields, expected):
   np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
-def test_mask_has_as_many_axes_as_the_values():
+def test_mask_is_broadcast_to_the_values():
+  context = {"preds": np.eye(3), "targets": np.zeros((3, 3)), "step": 0,
+             "mask": np.array([1.0, 1.0, 0.0])}
+  loss = kd.losses.L2(preds="preds", targets="targets", mask="mask")
+  np.testing.assert_allclose(loss(context=context), 2 / 6)
+
+
+def test_mask_that_cannot_be_broadcast():
   loss = dataclasses.replace(FOCAL, mask="batch.flat")
   with pytest.raises(ValueError, match="Mask .30,. must always be broadcast"):
     loss(context=CONTEXT)
@@ -1114,6 +1143,13 @@ def test_skip_if_missing_skips():
   assert metric.get_state_from_context({"tree": ROWS}).compute() == {}
 
 
+def test_skip_if_missing_does_not_skip_a_glob():
+  metric = kd.metrics.SkipIfMissing(kd.metrics.TreeMap(
+      metric=kd.metrics.Norm(tensor="tree.**.kernel")))
+  with pytest.raises(kt.KTypeCheckError):
+    metric.get_state_from_context({"tree": {"bias": ROWS}})
+
+
 # Trainer: what is checked when
 
 
@@ -1129,6 +1165,12 @@ def resolved(**changes):
 def test_config_needs_a_workdir():
   with pytest.raises(TypeError, match="workdir"):
     konfig.resolve(tour.get_config())
+
+
+def test_workdir_of_a_config_is_a_text():
+  cfg = tour.get_config()
+  with pytest.raises(TypeError, match="cannot be casted"):
+    cfg.workdir = pathlib.Path("/not/used")
 
 
 def test_trainer_without_config_has_a_workdir():
@@ -1806,6 +1848,17 @@ def test_missing_step_is_not_restored(continued):
   trainer = konfig.resolve(continued)
   with pytest.raises(FileNotFoundError, match="ckpt_7"):
     trainer.checkpointer.restore(trainer.init_state(), step=7)
+
+
+def test_second_call_of_train_resumes(tmp_path):
+  trainer = resolved(
+      workdir=str(tmp_path), stop_after_steps=6, writer=None,
+      checkpointer__save_interval_steps=4)
+  once, _ = trainer.train()
+  newest = trainer.checkpointer.latest_step
+  twice, _ = trainer.train()  # In memory the data starts over.
+  assert (newest, int(twice.step)) == (4, 6)
+  assert tour.distance(once.params, twice.params) > 0
 
 
 def test_state_without_transforms(continued):

@@ -144,7 +144,8 @@ def test_last_section_copied_out_runs(tmp_path):
   """Imports, the cells that all need, and its own; no other section."""
   cells = [f"#{cell}" for cell in SOURCE.split("\n# %%")[1:]]
   shared = [cell for cell in cells if re.match(
-      r"# How a section runs|# Setup|#\nwith konfig\.imports\(\)|#\nkt = "
+      r"# How a section runs|# Setup|#\nwith konfig\.imports\(\)"
+      r"|#\nfrom kauldron import ktyping"
       r"|# Importing the trainer"
       r"|#\ndef read_events", cell)]
   shared = [cell.partition("\n\n\n@section")[0] if "@section(\"" in cell
