@@ -559,9 +559,10 @@ def config_errors():
   cfg.learning_rate = 1
   agree("learning rate, set to the int 1", found=str(cfg.learning_rate),
         expected="1.0")
-  cfg.momentum = None
-  cfg.momentum = "low"  # None has no type, so now even this is taken.
-  agree("momentum, set to None and then to a text", found=cfg.momentum,
+  other = cfg | {"learning_rate": 0.1}
+  other.momentum = None
+  other.momentum = "low"  # None has no type, so now even this is taken.
+  agree("momentum, set to None and then to a text", found=other.momentum,
         expected="low")
 
   # The misspelt argument goes into the config ...
