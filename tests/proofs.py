@@ -23,6 +23,7 @@ import contextlib
 import copy
 import io
 import pathlib
+import signal
 import sys
 import textwrap
 import time
@@ -34,6 +35,7 @@ import test_sabotage
 import kauldron_tour as tour
 
 SOURCE = ast.parse(pathlib.Path(tour.__file__).read_text(encoding="utf-8"))
+TIME_LIMIT = 30  # Seconds; under some faults a section would wait for ever.
 ELSEWHERE = 0  # Stands for the line of an error outside the checks.
 
 
@@ -95,13 +97,21 @@ class Section:
         failed.add(line)
 
     tour.noting = noting
+    signal.signal(signal.SIGALRM, out_of_time)
+    signal.alarm(TIME_LIMIT)
     try:
       with contextlib.redirect_stdout(io.StringIO()):
         self.function()
     except Exception as problem:
       failed.add(ELSEWHERE)
       error = problem
+    finally:
+      signal.alarm(0)
     return failed, error
+
+
+def out_of_time(*_):
+  raise TimeoutError(f"the section took more than {TIME_LIMIT} seconds")
 
 
 NO_FAULT = test_sabotage.Case("", AssertionError, lambda *_: None)
