@@ -2779,7 +2779,9 @@ def several_processes():
 # open, for which the model must write `image.shape[0]` where it might have said
 # `len(image)`. Do not export a model that has other collections than
 # parameters, such as the running statistics of `nn.BatchNorm`: in Kauldron
-# 1.4.2 to 1.4.4 the file has those of an untrained model, and says nothing.
+# 1.4.2 to 1.4.4 the file has those of an untrained model, and says nothing. (If
+# you use `kd.export` before anything else has imported `kd.train`, import that
+# first: the import is circular.)
 #
 # Here is the program that uses the file. It needs JAX and NumPy, and is run in
 # a process of its own. `exported.call` takes the parameters, a key for models

@@ -1915,6 +1915,24 @@ def test_loaded_run_starts_at_step_0(run, load_opt_state):
   assert count == (10 if load_opt_state else 0)
 
 
+def test_quoted_config_for_finetuning(run):
+  """What section `frozen_weights` shows as text."""
+  source = pathlib.Path(tour.__file__).read_text(encoding="utf-8")
+  quoted = source.partition("#     def get_finetuning_config")[2]
+  quoted = f"#     def get_finetuning_config{quoted}".partition("\n#\n")[0]
+  code = quoted.replace("#     ", "").replace(
+      "/where/the/first/run/is", run.cfg.workdir)
+  names = dict(vars(tour))
+  exec(code, names)
+  cfg = names["get_finetuning_config"]()
+  cfg.workdir = "/not/used"
+  params = konfig.resolve(cfg).init_state().params
+  encoder = run.states[10].params["encoder"]
+  moves = konfig.resolve(cfg.optimizer.mask)(params)
+  assert tour.distance(params["encoder"], encoder) == 0
+  assert moves == {"encoder": {"kernel": False}, "new_head": {"kernel": True}}
+
+
 @pytest.mark.parametrize("step", [0, 10])
 def test_step_to_load_can_be_chosen(run, step):
   cfg = copy.deepcopy(run.cfg)
