@@ -327,7 +327,7 @@ except AttributeError as error:  # etils <= 1.14.0 with jax >= 0.10.2.
 
 from kauldron import kd, konfig, kontext
 
-# With one of these Part II is skipped: Kauldron, orbax or optax fail with them.
+# With one of these Parts II and III are skipped: Kauldron, orbax or optax fail.
 UNSUPPORTED = [name for name, is_set in {
     "FLAX_RETURN_FROZENDICT": flax.config.flax_return_frozendict,
     "JAX_DISABLE_JIT": jax.config.jax_disable_jit,
@@ -620,7 +620,7 @@ def config_references():
           decay_steps=cfg.num_train_steps),
   }
   cfg.optimizer = lazy_optax.adam(learning_rate=cfg.ref.schedules["follows"])
-  show("cfg.schedules", cfg.schedules)
+  show("cfg.schedules", cfg.schedules)  # References are printed as values.
 
   # Now the experiment is to be shorter: one line.
   cfg.num_train_steps = 200
@@ -843,8 +843,8 @@ def shape_checker():
 #   `kt.check_type(array, spec)` checks what is calculated on the way.
 # - **Elsewhere.** In a function without the decorator, or in a notebook's cell,
 #   the same works in a block, `with kt.typechecked():`. It begins with no
-#   sizes, and forgets them at its end. In either, `kt.isinstance` says True or
-#   False instead of raising.
+#   sizes, and forgets them at its end. Here and there `kt.isinstance` says True
+#   or False instead of raising.
 #
 # Two caveats. `*args: Float["n"]` refuses every call, so take a list, as a
 # `PyTree`. The arguments of a generator are checked when it starts, but not
@@ -939,15 +939,15 @@ def shapes_elsewhere():
 # since the base class is; that makes it hashable, and `jax.jit(loss)` works.
 #
 # `kd.losses` has what is common: `L1`, `L2`, `Huber`, `SoftmaxCrossEntropy`,
-# the same `WithIntLabels`, `SigmoidBinaryCrossEntropy`; `Value` is for a model
-# that calculates its loss itself.
+# `SoftmaxCrossEntropyWithIntLabels`, `SigmoidBinaryCrossEntropy`; `Value` is
+# for a model that calculates its loss itself.
 
 # %%
 @dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
 class FocalLoss(kd.losses.Loss):
   """Focal loss of logits against integer labels, in nats."""
 
-  logits: kontext.Key = kontext.REQUIRED  # Leaving it out is an error.
+  logits: kontext.Key = kontext.REQUIRED  # An error if it is looked up empty.
   labels: kontext.Key = kontext.REQUIRED
   gamma: float = 1.0
 
@@ -1225,9 +1225,9 @@ def logits_by_hand(params, image):
 #
 # Some of it needs a word:
 #
-# - `Trainer()` is recorded with some fields filled in already, since it tells
-#   konfig so. Hence the config that is printed below has `evals` and `setup`,
-#   which nobody has written.
+# - `Trainer()` is recorded with some fields filled in already, defaults that
+#   Kauldron has registered. Hence the config that is printed below has `evals`
+#   and `setup`, which nobody has written.
 # - `workdir`, where a run writes, is still to be set. It is `None` until then,
 #   and does not resolve. Give an absolute path: with a relative one the whole
 #   run is trained, no checkpoint is written, and it ends with an error ("should
@@ -1421,7 +1421,7 @@ def event_files():
   # Images: PNG files, here the first five of the batch, as grey values.
   from matplotlib import image
   _, written = read_events(cfg.workdir, "summaries/images")
-  width, height, *files = written[0]
+  width, height, *files = written[0]  # So an event with images is made up.
   show("width, height", (int(width), int(height)))
   pictures = np.array([image.imread(io.BytesIO(file)) for file in files])
   batch = next(iter(trainer.train_ds))  # It starts over: the batch of step 0.
@@ -1444,8 +1444,8 @@ def event_files():
 # rebuilt from its work directory: it writes no `config.json`. (The one below
 # has no checkpointer either, and so saves nothing.)
 #
-# At its end the section prints which fields there are, with the default where
-# it is a plain value.
+# At its end the section prints which fields there are, and their defaults;
+# `...` is an object, and what has no default must be given.
 
 # %%
 FEW_STEPS = 20  # How long the runs are in which little has to be learnt.
@@ -1493,10 +1493,15 @@ def plain_trainer():
   for part in (kd.train.Trainer, kd.ckpts.Checkpointer, kd.evals.Evaluator):
     fields = []
     for field in dataclasses.fields(part):
-      is_plain = isinstance(field.default, (bool, int, float, str))
-      default = f"={field.default!r}" if is_plain else ""
-      if not field.name.startswith("_"):
-        fields.append(f"{field.name}{default}")
+      if field.name.startswith("_"):
+        continue
+      if isinstance(field.default, (bool, int, float, str, type(None))):
+        fields.append(f"{field.name}={field.default}")
+      elif field.default is not dataclasses.MISSING or (
+          field.default_factory is not dataclasses.MISSING):
+        fields.append(f"{field.name}=...")
+      else:
+        fields.append(field.name)
     show(f"fields of {part.__name__}", ", ".join(fields))
 
 # %% [markdown]
@@ -1679,7 +1684,7 @@ def readable_loop():
   for batch in batches.device_put(trainer.sharding.batch):
     state, _ = trainer.trainstep.step(state, batch)
 
-  # Plain JAX.
+  # Plain JAX. (The key of the model matters to Kauldron only.)
   model = MLP()
   optimizer = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, 100))
 
@@ -1747,7 +1752,8 @@ def take_steps(trainer, state, num_steps):
 #
 # `Norm` takes an array row by row (a row is along the last axis), and reports
 # the mean of the rows' norms. Two metrics apply another one to trees: `TreeMap`
-# makes a value of each array, and `**` in its key picks some of the arrays;
+# makes a value of each array in a tree, or of those that a key with `**` picks,
+# and logs it with the path below the tree (`kernels/encoder/kernel`);
 # `TreeReduce` makes one value of all. The norm of the whole gradient, which
 # many projects log, is a `TreeReduce` of a `Norm` that takes each array as a
 # whole (`axis=None`) and all of them as one long vector
@@ -1772,7 +1778,7 @@ def inner_layer():
       "spread": lazy_kd.metrics.Std(values=layer),
       "kernels": lazy_kd.metrics.TreeMap(
           metric=lazy_kd.metrics.Norm(tensor="params.**.kernel")),
-      "gradient": lazy_kd.metrics.SkipIfMissing(
+      "gradient": lazy_kd.metrics.SkipIfMissing(  # In evaluators it is missing.
           lazy_kd.metrics.TreeReduce(metric=lazy_kd.metrics.Norm(
               tensor="grads",
               axis=None,
@@ -1903,7 +1909,7 @@ def sweep():
     curves[name] = read_events(cfg.workdir, "losses/total")
   draw("sweep", curves, xlabel="step", ylabel="training loss (nats)")
 
-  # Each learns something else. At step 0 the parameters and the batch are the
+  # Each takes another course. At step 0 the parameters and the batch are the
   # same in all; so is the loss, except with another gamma.
   losses = [values for _, values in curves.values()]
   base, slow, sharp, rmsprop = losses
@@ -2187,8 +2193,7 @@ def resumed_run():
 # `run=kd.evals.StandaloneEveryCheckpoint()`, and the job is `kauldron.main`
 # with the same config and `--eval_names=NAME`. It scores the newest checkpoint
 # whenever there is a new one, skips those that come while it is busy, and ends
-# when training is complete, for which it counts also if `stop_after_steps`
-# ended it.
+# when training is complete; a run that `stop_after_steps` ended counts as that.
 
 # %%
 @section("Held-out data is scored along the way")
@@ -2291,13 +2296,13 @@ def best_checkpoint():
 # first load once more what it began with (section `loaded_weights`), and that
 # may be gone.
 #
-# If you train a changed config in the same directory, it resumes, and fails if
-# the parameters, the collections or the optimizer's state now have another
-# structure or shape, or if the saved position does not fit the data: with
-# another `num_workers`, and where there was an `InMemoryPipeline`. Most other
-# changes pass unnoticed; and once there is a checkpoint after step 0,
-# `config.json` is not written again. It then holds the first config, not the
-# one that was trained last.
+# If you train a changed config in the same directory, it resumes:
+# - It fails if the parameters, the collections or the optimizer's state now
+#   have another structure or shape; and with PyGrain after a change of
+#   `num_workers`, or if the data was an `InMemoryPipeline` before.
+# - Most other changes pass unnoticed.
+# - Once there is a checkpoint after step 0, `config.json` is not written again.
+#   It then holds the first config, not the one that was trained last.
 
 # %%
 @section("A work directory gives back its run")
@@ -2431,7 +2436,7 @@ def loaded_weights():
 #
 # | mask                          | what moves                             |
 # | ----------------------------- | -------------------------------------- |
-# | `select("head")`              | `head`: a name is a whole part         |
+# | `select("head")`              | `head`: a whole part, at any depth     |
 # | `select(["head", "my_head"])` | `head` and `my_head`                   |
 # | `select(".*head")`            | the same: this is a regular expression |
 # | `exclude("head")`             | `encoder` and `my_head`                |
@@ -2526,7 +2531,7 @@ def large_batches():
   cfg.optimizer = lazy_optax.MultiSteps(cfg.optimizer, every_k_schedule=4)
   cfg.train_ds.batch_size = BATCH_SIZE // 4
   cfg.num_train_steps = 400
-  # It counts moves. Being set, it no longer follows `num_train_steps`.
+  # The schedule counts moves. Set, it no longer follows `num_train_steps`.
   cfg.schedules["learning_rate"].decay_steps = 400 // 4
   cfg.stop_after_steps = 8
   cfg.workdir = new_workdir("small")
@@ -2770,9 +2775,8 @@ def several_processes():
 #
 # `train()` exports before its first step, and the model as it is in training,
 # with dropout for one. To export it for use, call the exporter yourself with
-# `is_training=False`, as below. Both write a file of the name that the exporter
-# has, `train_model` by default, so give this one another, or call it after
-# `train()`.
+# `is_training=False`, as below. Both would write to the same file, so if you
+# also train with this exporter, export after `train()`.
 #
 # The file runs on as many devices as there were, of the kinds that `platforms`
 # names; for one device, export where there is one. The size of the batch stays
@@ -3044,10 +3048,11 @@ def model_state():
 #
 # - A summary is a metric that stands in `cfg.train_summaries`. The fields of
 #   its state collect rather than add: `concat_field` puts the arrays of all
-#   batches together, and `truncate_field` keeps the first few; how many is
-#   found at a path from the state, below `parent.num_images`. `finalize` makes
-#   one NumPy array of the pieces. In a state, `self.parent` is the metric that
-#   made it.
+#   batches together, and `truncate_field` keeps the first few. How many says
+#   `num_field`, a path that starts at the state; in the code below it leads to
+#   a field of the metric. `finalize` makes one NumPy array of the pieces. In a
+#   state, `self.parent` is the metric that made it, by calling
+#   `self.State(...)`.
 # - An init transform changes the state before training (section
 #   `loaded_weights`).
 # - An evaluator has a `writer`, for the event files in its folder. What
