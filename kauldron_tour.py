@@ -35,9 +35,10 @@
 # Every section but the first makes one claim, its title. It first does what you
 # would type, and shows what comes out; then, where there is something to
 # compare with, it gets the same result another way (NumPy by hand, plain JAX, a
-# second run). What passes is true of the versions that you have installed. The
-# text refers to a section by the name of its function, which stands in the line
-# that ends its output.
+# second run). What the text says beyond that, the project's tests check. What
+# passes is true of the versions that you have installed. The text refers to a
+# section by the name of its function, which stands in the line that ends its
+# output.
 #
 # Four helpers occur everywhere:
 #
@@ -402,8 +403,8 @@ def where_we_are():
   for name, fault in PATCHES.items():
     print(f"  {name} was mended: {fault}")
 
-  # With some versions of JAX and etils this fails, unless it was mended. It is
-  # how Kauldron notes the shape and the dtype of an array.
+  # With some versions of JAX and of etils, a library of helpers, this fails,
+  # unless it was mended. It is how Kauldron notes an array's shape and dtype.
   spec = enp.ArraySpec.from_array(jnp.zeros((2, 3), jnp.float32))
   agree("an array as etils describes it", shape=spec.shape, expected=(2, 3))
 
@@ -832,9 +833,9 @@ def shape_checker():
 # The same notation serves in four more places:
 #
 # - **Dataclasses.** A decorated dataclass is checked whenever an instance is
-#   made; its fields share their axes. `|` leaves a choice. (A dataclass that
-#   derives from it is checked only if it is decorated itself. In a file with
-#   `from __future__ import annotations` no dataclass is checked.)
+#   made; its fields share their axes. `Float["n"] | Int["n"]` accepts both. (A
+#   dataclass that derives from it is checked only if it is decorated itself. In
+#   a file with `from __future__ import annotations` no dataclass is checked.)
 # - **Trees.** A `PyTree` is any nest of lists and dicts. All its arrays share
 #   their named axes. `"$T"` stands for how it is nested: two arguments with
 #   `$T` must be nested alike.
@@ -843,8 +844,8 @@ def shape_checker():
 #   `kt.check_type(array, spec)` checks what is calculated on the way.
 # - **Elsewhere.** In a function without the decorator, or in a notebook's cell,
 #   the same works in a block, `with kt.typechecked():`. It begins with no
-#   sizes, and forgets them at its end. Here and there `kt.isinstance` says True
-#   or False instead of raising.
+#   sizes, and forgets them at its end. In a decorated function and in a block,
+#   `kt.isinstance` says True or False instead of raising.
 #
 # Two caveats. `*args: Float["n"]` refuses every call, so take a list, as a
 # `PyTree`. The arguments of a generator are checked when it starts, but not
@@ -855,8 +856,8 @@ def shape_checker():
 @dataclasses.dataclass
 class Noise:
   """What it takes to draw n random numbers."""
-  # Leave this out in a file of your own. In a notebook a class has no source
-  # file, in which the checker would look, and this names one.
+  # Leave this out in a file of your own. It is here for notebooks, where a
+  # class has no source file, at which the checker wants to look.
   __module__ = "kauldron_tour"
   mean: Float["n"] | Int["n"]
   scale: Float["n"]
@@ -1030,11 +1031,11 @@ def custom_loss():
 #
 # You derive from `kd.metrics.Metric` and write `get_state`. It runs inside the
 # jitted step, and gets its arguments as the `get_values` of a loss does. The
-# class of its states stands inside, and derives from `AutoState`; in brackets
-# it names the metric, for type checkers. Each field of a state says how it is
-# merged: with `sum_field` it is added up. (Section `own_parts` has one that
-# collects. The types of the fields tell the reader what is meant; nothing
-# checks them.)
+# class of its states stands inside, and derives from `AutoState`;
+# `AutoState["MeanRecall"]` says which metric it belongs to, for type checkers.
+# Each field of a state says how it is merged: with `sum_field` it is added up.
+# (Section `own_parts` has one that collects. The types of the fields tell the
+# reader what is meant; nothing checks them.)
 #
 # `compute` makes a number of a merged state. It runs outside `jit`, so shapes
 # in it may depend on values. It is called on what `finalize` returns: the state
@@ -1229,9 +1230,9 @@ def logits_by_hand(params, image):
 #   Kauldron has registered. Hence the config that is printed below has `evals`
 #   and `setup`, which nobody has written.
 # - `workdir`, where a run writes, is still to be set. It is `None` until then,
-#   and does not resolve. Give an absolute path: with a relative one the whole
-#   run is trained, no checkpoint is written, and it ends with an error ("should
-#   be absolute").
+#   and the config cannot be resolved. Give an absolute path: with a relative
+#   one the whole run is trained, no checkpoint is written, and it ends with an
+#   error ("should be absolute").
 # - `num_train_steps=100` takes steps 0 to 100, so it takes 101 of them. (Later
 #   runs are ended early with `stop_after_steps=11`, which takes 11.)
 # - Losses and metrics are logged every `log_metrics_every` steps, summaries
@@ -1364,7 +1365,7 @@ def real_trainer():
   rate_steps, rates = read_events(cfg.workdir, "schedules/learning_rate")
   schedule = optax.cosine_decay_schedule(LEARNING_RATE, 100)
   agree("learning rate at step 70", logged=rates[rate_steps.index(70)],
-        by_hand=schedule(70))
+        by_optax=schedule(70))
 
   # What is in the work directory.
   files = sorted(os.listdir(cfg.workdir))
@@ -1422,7 +1423,7 @@ def event_files():
   from matplotlib import image
   _, written = read_events(cfg.workdir, "summaries/images")
   width, height, *files = written[0]  # So an event with images is made up.
-  show("width, height", (int(width), int(height)))
+  show("width and height of an image", (int(width), int(height)))
   pictures = np.array([image.imread(io.BytesIO(file)) for file in files])
   batch = next(iter(trainer.train_ds))  # It starts over: the batch of step 0.
   grey = (batch["image"][:5] + 1) / 2  # From [-1, 1] to [0, 1].
@@ -1522,12 +1523,14 @@ def plain_trainer():
 #         --cfg.__args__.width=12
 #
 # Any field can be set on the command line by its path, and what refers to it
-# follows. An object is written as `py::` and a call, with the module's name in
-# full, but for `kd`, `nn` and `np`: `py::project.Classifier(x='batch.x')`, or
-# `py::kd.evals.EveryNSteps(50)`. What changes several fields at once, as the
-# width does below, is an argument of `get_config`: a dataclass that must be
-# called `ConfigArgs` names the arguments, and `__args__` stands for them on the
-# command line. (An older way is to write them behind the name of the file:
+# follows. An object is written as `py::` and a call:
+# `py::project.Classifier(x='batch.x')`, `py::kd.evals.EveryNSteps(50)`. Modules
+# need their full name there; only `kd`, `nn` and `np` are short.
+#
+# What changes several fields at once, as the width does below, is an argument
+# of `get_config`. A dataclass in the config file lists these arguments; it must
+# be called `ConfigArgs`. On the command line they are set below `__args__`. (An
+# older way is to write them behind the name of the file:
 # `--cfg=configs/my_experiment.py:width=12`.)
 #
 # Started anew, `kauldron.main` would import everything once more. So below the
@@ -1636,7 +1639,7 @@ def project():
   agree("the optimizer", found=cfg.optimizer.__qualname__,
         on_the_command_line="optax:sgd")
   agree("num_train_steps", found=cfg.num_train_steps, on_the_command_line=20)
-  agree("learning rate in a notebook, which depends on the width",
+  agree("learning rate in a notebook, 0.16 / width",
         found=in_notebook.optimizer.learning_rate, by_hand=0.16 / 12)
   agree("kernel of the encoder", shape=state.params["encoder"]["kernel"].shape,
         expected=(8, 12))
@@ -1854,10 +1857,10 @@ def inner_layer():
 # %% [markdown]
 # ## A sweep changes one line of the config at a time
 #
-# A sweep is a generator of dicts, each from paths in the config to what should
+# A sweep is a generator of dicts. Each maps paths in the config to what should
 # stand there. (Kauldron's own launcher, which needs Google's cluster software,
-# looks for a function `sweep()` in the config file that is one.) A loop does as
-# well: it makes the config anew, sets what the variant changes, and trains.
+# looks for a generator function called `sweep` in the config file.) A loop does
+# as well: it makes the config anew, sets what the variant changes, and trains.
 #
 # Written so, a variant *is* its difference from the base. The last one changes
 # the optimizer, whole. (The schedule is still logged then, though nothing uses
@@ -1947,7 +1950,8 @@ def sweep():
 #
 # The shapes and dtypes of a batch, which a Trainer has to know beforehand, are
 # the `element_spec` of the pipeline. The pipeline below is looked at, not
-# trained with: it renames what the loss asks for.
+# trained with: it renames what the loss asks for, so that this Trainer could
+# not train.
 
 # %%
 def train_examples():
@@ -2043,8 +2047,8 @@ def data_pipeline():
 # (The last one needs `pip install datasets`.)
 #
 # `kd.data.py.Mix` takes examples from several sources, in proportion to
-# weights. In a config it stands where any pipeline does. Its epoch ends when
-# the first of the sources is used up.
+# weights. In a config it stands where any pipeline does. Its epoch ends as soon
+# as one of the sources is used up.
 
 # %%
 def to_arrays(example):
@@ -2179,8 +2183,8 @@ def resumed_run():
 # An evaluator can be called at any other time too:
 # `trainer.evals["held_out"].evaluate(state=state, step=...)`, which is logged
 # as well. And it may change the state first, with an `init_transform` of its
-# own (section `loaded_weights`). One of these takes parameters that the
-# optimizer has averaged:
+# own (section `loaded_weights`). For example, to score a moving average of the
+# parameters instead of the last ones:
 #
 #     cfg.optimizer = lazy_kd.optim.named_chain(
 #         adam=lazy_optax.adam(learning_rate=0.001),
@@ -2292,9 +2296,9 @@ def best_checkpoint():
 #
 # Two things to mind. Read the JSON into a `ConfigDict` before you resolve it: a
 # plain dict fails where two parts share a third. And let `restore` fill a state
-# without transforms (`skip_transforms=True`): otherwise a fine-tuned run would
-# first load once more what it began with (section `loaded_weights`), and that
-# may be gone.
+# that was made with `skip_transforms=True`: else a run that began with the
+# weights of another (the next section) would first load those once more, and
+# they may be gone.
 #
 # If you train a changed config in the same directory, it resumes:
 # - It fails if the parameters, the collections or the optimizer's state now
@@ -2342,8 +2346,7 @@ def rebuilt_run():
 # parameters, and other collections of the model, from the newest checkpoint in
 # the directory of another run, or from that of `step=`. With
 # `load_opt_state=True` it takes the optimizer's state as well: a schedule in
-# the optimizer then goes on where it was, while the step number starts at 0,
-# and with it the run: it takes all of `num_train_steps`.
+# the optimizer then goes on where it was, while the step number starts at 0.
 #
 # Arrays with the same path, such as `params.encoder.kernel`, get what was
 # saved, and must have the same shapes, or the first step fails: give a head for
@@ -2416,7 +2419,7 @@ def loaded_weights():
 #
 # `partial_updates` lets an optimizer move only some of the parameters. A mask
 # says which ones. It is a function from the tree of parameters to a tree of
-# booleans: what is True there moves, what is False stays. With the lesson
+# booleans: what is True there moves, what is False stays. With the section
 # before this one, that is fine-tuning: the encoder comes from another run, and
 # stays as it was there.
 #
@@ -2449,8 +2452,8 @@ def loaded_weights():
 #
 # A name may be of several parts: `"head.kernel"`. One with a star, a bracket, a
 # bar or another such sign in it is taken for a regular expression; a dot alone
-# does not make it one. (Avoid the bar, at which the whole pattern is cut in
-# two: `"encoder|head"` also moves `my_head`.)
+# does not make it one. (Avoid the bar. It cuts the whole pattern in two, of
+# which one end is open: `"encoder|head"` also moves `my_head`.)
 #
 # Frozen are parameters only: the running statistics of a frozen `nn.BatchNorm`
 # go on moving, unless the layer is told to use them as they are
@@ -2627,7 +2630,7 @@ def sharding():
   show("how far training moved the parameters", distance(
       jax.device_get(untrained.params), jax.device_get(divided.params)))
   far = distance(jax.device_get(copied.params), jax.device_get(divided.params))
-  print(f"  distance between copied and divided: {far:.0e}")
+  print(f"  distance between copied and divided: {far:.1g}")
   assert far < 1e-6, far
 
   # The sharding of our own, seen without training.
@@ -2708,8 +2711,8 @@ def sharding():
 #     examples in all: found 48, expected 48
 #     loss at step 0: kauldron 1.058, by hand 1.058
 #
-# One process cannot show that. (The tour's own tests start two, and compare a
-# whole training with one by a single process.)
+# (The tour's own tests start two, and compare a whole training with one by a
+# single process.)
 
 # %%
 @section("Each of several processes yields its part of a batch")
@@ -2734,6 +2737,7 @@ def several_processes():
   loss = aux.compute().loss_values["losses/total"]
 
   # The pipeline yields this process's part. On the devices it is one batch.
+  # With one process this is trivial, and so is the loss.
   show("examples in this process", len(batch["label"]))
   agree("examples in all", found=len(on_devices["label"]), expected=BATCH_SIZE)
 
@@ -2776,12 +2780,13 @@ def several_processes():
 # `train()` exports before its first step, and the model as it is in training,
 # with dropout for one. To export it for use, call the exporter yourself with
 # `is_training=False`, as below. Both would write to the same file, so if you
-# also train with this exporter, export after `train()`.
+# also train with this exporter, export after `train()`, which would overwrite
+# yours.
 #
 # The file runs on as many devices as there were, of the kinds that `platforms`
-# names; for one device, export where there is one. The size of the batch stays
-# open, for which the model must write `image.shape[0]` where it might have said
-# `len(image)`. Do not export a model that has other collections than
+# names; for one device, export in a process that has one. The size of the batch
+# stays open, for which the model must write `image.shape[0]` where it might
+# have said `len(image)`. Do not export a model that has other collections than
 # parameters, such as the running statistics of `nn.BatchNorm`: in Kauldron
 # 1.4.2 to 1.4.4 the file has those of an untrained model, and says nothing. (If
 # you use `kd.export` before anything else has imported `kd.train`, import that
@@ -2790,8 +2795,8 @@ def several_processes():
 # Here is the program that uses the file. It needs JAX and NumPy, and is run in
 # a process of its own. `exported.call` takes the parameters, a key for models
 # that draw random numbers, and the arguments of the model under their names. It
-# returns a dict with what the model returned, as `preds`, and what its layers
-# did, as `interms`.
+# returns a dict with what the model returned, as `preds`, and what each layer
+# returned, as `interms`.
 
 # %%
 USER_FILE = '''
@@ -2895,7 +2900,7 @@ class Noisy(nn.Module):
 
 @section("Flags and random keys come from the Trainer")
 def random_streams():
-  """Trainer and evaluator set the flag and the keys, from seed and step."""
+  """Trainer and evaluator set the flag, and make keys that can be remade."""
   cfg = get_config()
   cfg.workdir = new_workdir("random_streams")
   cfg.model = lazy_tour.Noisy(image="batch.image")
@@ -2930,7 +2935,7 @@ def random_streams():
   agree("dropout of ones in evaluation", mean=eval_means["metrics/dropped"],
         expected=1.0)
 
-  # By hand, with the keys of these streams.
+  # By hand. The streams give a key for each name, of a step or of a batch.
   def apply(rngs, is_training):
     preds = trainer.model.apply(
         {}, batch["image"], rngs=rngs, is_training_property=is_training)
@@ -3060,10 +3065,12 @@ def model_state():
 # - `_step` is meant to be overridden, in spite of its name. It returns the new
 #   state and the context, where `context.loss_total` is what was minimised.
 #
-# Decorate your class with `@dataclasses.dataclass(frozen=True, kw_only=True)`,
-# and add `eq=True` for losses, metrics and summaries, `eq=False` for a training
-# step, which is a static argument of `jax.jit`. Do not decorate an evaluator:
-# its base class has made it a dataclass.
+# Kauldron's parts are frozen dataclasses, so that they can be compared and
+# hashed. Decorate yours with
+# `@dataclasses.dataclass(frozen=True, kw_only=True)`, and add `eq=True` for
+# losses, metrics and summaries, `eq=False` for a training step, which is a
+# static argument of `jax.jit`. Do not decorate an evaluator: its base class has
+# made it a dataclass.
 #
 # Inside `train()` JAX refuses to move arrays between host and device unasked.
 # An evaluator therefore fetches what it needs with `jax.device_get` and goes on
@@ -3189,11 +3196,11 @@ def own_parts():
 # ## An experiment of your own
 #
 # To end with, a whole experiment on another problem, to copy and start from. It
-# uses nothing that was not shown above. Given a noisy signal, the model is to
-# say two things about it: its frequency, and its amplitude. But the amplitude
-# was measured for some of the signals only. So there are two heads and two
-# losses, one of them masked, and R squared as a metric, which is no mean of
-# batches.
+# uses nothing of Kauldron that was not told above. Given a noisy signal, the
+# model is to say two things about it: its frequency, and its amplitude. But the
+# amplitude was measured for some of the signals only. So there are two heads
+# and two losses, one of them masked, and R squared as a metric, which is no
+# mean of batches.
 #
 # To make a project of it, copy it into two files. `project.py` is the next
 # cell, below these lines:
