@@ -213,7 +213,8 @@ def agree(label, rtol=3e-6, **values):
   largest; anything else may not. Of arrays the first value is printed.
   """
   (name, found), (other, expected) = values.items()
-  exact = isinstance(found, (bool, int, str, tuple))
+  exact = any(isinstance(value, (bool, int, str, tuple))
+              for value in (found, expected))
   if not exact:
     found = np.asarray(found, float)[()]
     expected = np.asarray(expected, float)[()]
