@@ -1807,7 +1807,8 @@ def inner_layer():
     konfig.resolve(wrong).context_specs  # noqa: B018
 
   # By hand: the first step, with the parameters before their update.
-  params = jax.device_get(trainer.init_state().params)
+  state = trainer.init_state()
+  params = jax.device_get(state.params)
   batch = next(iter(trainer.train_ds))
   encoded = batch["image"].reshape(BATCH_SIZE, 64) @ params["encoder"]["kernel"]
 
@@ -1833,7 +1834,7 @@ def inner_layer():
 
   # The layer itself.
   step = jax.jit(trainer.trainstep._step)
-  _, context = step(trainer.init_state(), batch)
+  _, context = step(state, batch)
   agree("output of the layer at step 0",
         in_context=kontext.get_by_path(context, layer), by_hand=encoded)
 
@@ -2406,9 +2407,9 @@ def loaded_weights():
   # With a new head. Its encoder is the trained one, its head is untrained.
   cfg.init_transform.load_opt_state = False
   cfg.model = lazy_tour.NewTask(image="batch.image")
-  loaded = konfig.resolve(cfg).init_state()
-  cfg.init_transform = None
-  untrained = konfig.resolve(cfg).init_state()
+  trainer = konfig.resolve(cfg)
+  loaded = trainer.init_state()
+  untrained = trainer.init_state(skip_transforms=True)
   far = distance(loaded.params["encoder"], source.params["encoder"])
   agree("encoder, distance from the saved one", rtol=0, found=far, expected=0.0)
   far = distance(loaded.params["new_head"], untrained.params["new_head"])
@@ -2753,6 +2754,7 @@ def several_processes():
   with mock.patch.multiple(
       jax, process_count=lambda: 2, process_index=lambda: 1):
     part = next(iter(trainer.train_ds))
+
   def digits(label):
     return "".join(map(str, label[:, 0]))
   agree("labels if JAX says process 1 of 2", found=digits(part["label"]),

@@ -69,6 +69,23 @@ def run_tour(folder, *arguments, python=(), path=SCRIPT, **environ):
   return process
 
 
+def train_project(folder, project, config, *flags):
+  """Trains a project of two files by `kauldron.main`, as a new process.
+
+  Returns the `config.json` that it has written.
+  """
+  (folder / "project.py").write_text(project)
+  (folder / "configs").mkdir()
+  (folder / "configs" / "my_experiment.py").write_text(config)
+  process = subprocess.run(
+      [sys.executable, "-m", "kauldron.main",
+       f"--cfg.workdir={folder / 'run'}", *flags],
+      cwd=folder, env=outside(folder), capture_output=True, text=True,
+      check=False)
+  assert process.returncode == 0, process.stderr[-2000:]
+  return json.loads((folder / "run" / "config.json").read_text())
+
+
 @pytest.fixture
 def script(tmp_path):
   """Runs the tour in a new process: `run_tour` in a folder of the test's."""

@@ -35,7 +35,6 @@ import itertools
 import os
 import pathlib
 import random
-import signal
 import sys
 import tempfile
 import threading
@@ -56,6 +55,8 @@ from kauldron import kd
 from kauldron.konfig import fake_import_utils
 from kauldron.ktyping import config
 from proofs import is_check
+from proofs import OutOfTime
+from proofs import time_limit
 import pytest
 
 TESTS = pathlib.Path(__file__).parent
@@ -84,10 +85,6 @@ class Noting(ast.NodeTransformer):
     block = ast.parse(f"with noting({check!r}):\n  pass").body[0]
     block.body = [node]
     return ast.copy_location(block, node)
-
-
-class OutOfTime(BaseException):
-  """Ends a test that runs too long; no test catches it."""
 
 
 class Suite:
@@ -332,16 +329,11 @@ class Functions:
         function.__code__ = code
 
 
-def out_of_time(*_):
-  raise OutOfTime
-
-
 def run(suite, tests, starts=lambda test: None):
   """Returns test -> what has failed. `starts` is told when a test starts."""
   failures = {}
   made = {}
   imports = builtins.__import__
-  signal.signal(signal.SIGALRM, out_of_time)
   jax.clear_caches()  # What is compiled already would not notice a fault.
   with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         contextlib.redirect_stdout(io.StringIO()),
@@ -349,13 +341,12 @@ def run(suite, tests, starts=lambda test: None):
     for test in tests:
       starts(test)
       try:
-        signal.alarm(TIME_LIMIT)
         context = contextvars.copy_context()
-        failures[test] = context.run(suite.run, test, made, folder)
+        with time_limit(TIME_LIMIT):
+          failures[test] = context.run(suite.run, test, made, folder)
       except OutOfTime:
         failures[test] = {ELSEWHERE}
       finally:
-        signal.alarm(0)
         config.CONFIG_OVERRIDES.clear()  # Failures leave them: tests/upstream.
         builtins.__import__ = imports
   return failures

@@ -39,6 +39,24 @@ TIME_LIMIT = 30  # Seconds; under some faults a section would wait for ever.
 ELSEWHERE = 0  # Stands for the line of an error outside the checks.
 
 
+class OutOfTime(BaseException):
+  """Ends what runs too long; no test and no section catches it."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+  """Raises OutOfTime in a block that takes longer."""
+  def out_of_time(*_):
+    raise OutOfTime(f"after {seconds} seconds")
+
+  signal.signal(signal.SIGALRM, out_of_time)
+  signal.alarm(seconds)
+  try:
+    yield
+  finally:
+    signal.alarm(0)
+
+
 def is_check(node):
   """Says whether a statement does nothing but compare."""
   if isinstance(node, ast.Assert):
@@ -97,21 +115,13 @@ class Section:
         failed.add(line)
 
     tour.noting = noting
-    signal.signal(signal.SIGALRM, out_of_time)
-    signal.alarm(TIME_LIMIT)
     try:
-      with contextlib.redirect_stdout(io.StringIO()):
+      with contextlib.redirect_stdout(io.StringIO()), time_limit(TIME_LIMIT):
         self.function()
-    except Exception as problem:
+    except (Exception, OutOfTime) as problem:
       failed.add(ELSEWHERE)
       error = problem
-    finally:
-      signal.alarm(0)
     return failed, error
-
-
-def out_of_time(*_):
-  raise TimeoutError(f"the section took more than {TIME_LIMIT} seconds")
 
 
 NO_FAULT = test_sabotage.Case("", AssertionError, lambda *_: None)

@@ -1731,8 +1731,7 @@ def test_leftover_of_a_checkpoint_does_no_harm(run, tmp_path):
   (moved / "checkpoints" / "ckpt_50.orbax-checkpoint-tmp").mkdir()
   cfg = copy.deepcopy(run.cfg)
   cfg.workdir = str(moved)
-  trainer = konfig.resolve(cfg)
-  state = trainer.checkpointer.restore(trainer.init_state())
+  state = restored(cfg)
   assert int(state.step) == 10
 
 
@@ -2019,14 +2018,20 @@ def test_plain_dict_does_not_give_back_the_run(run):
   assert isinstance(konfig.resolve(read_back), kd.train.Trainer)
 
 
-def test_run_with_pygrain_resumes_its_optimizer_too(tmp_path):
+def pygrain_config():
+  """Returns the tour's config with PyGrain, without event files."""
   cfg = tour.get_config()
-  cfg.num_train_steps = 6
-  cfg.checkpointer.save_interval_steps = 3
   cfg.writer = None
   cfg.train_ds = lazy_kd.data.py.DataSource(
       data_source=lazy_tour.train_examples(), batch_size=BATCH_SIZE,
       shuffle=True, num_workers=0)
+  return cfg
+
+
+def test_run_with_pygrain_resumes_its_optimizer_too(tmp_path):
+  cfg = pygrain_config()
+  cfg.num_train_steps = 6
+  cfg.checkpointer.save_interval_steps = 3
   cfg.workdir = str(tmp_path / "whole")
   whole, _ = konfig.resolve(cfg).train()
   cfg.workdir = str(tmp_path / "stopped")
@@ -2040,13 +2045,9 @@ def test_run_with_pygrain_resumes_its_optimizer_too(tmp_path):
 @pytest.fixture(scope="module")
 def stopped_pygrain(tmp_path_factory):
   """The config of a run with PyGrain that has a checkpoint."""
-  cfg = tour.get_config()
+  cfg = pygrain_config()
   cfg.workdir = str(tmp_path_factory.mktemp("pygrain"))
-  cfg.writer = None
   cfg.stop_after_steps = 1
-  cfg.train_ds = lazy_kd.data.py.DataSource(
-      data_source=lazy_tour.train_examples(), batch_size=BATCH_SIZE,
-      shuffle=True, num_workers=0)
   konfig.resolve(cfg).train()
   return cfg
 

@@ -706,15 +706,19 @@ def the_extra_step_is_gone(tour, monkeypatch):
     return original(num_train_steps=num_train_steps - 1, **kwargs)
 
 
-def _counts_one_step_less(monkeypatch, applies=lambda trainer: True):
-  """Lets `train()` return a state with a smaller step number."""
+def _changes_trained(monkeypatch, change):
+  """Lets `change` edit, given the trainer, the state that `train()` returns."""
 
   @replaces(monkeypatch, kd.train.Trainer, "train")
   def train(original, self):
     state, aux = original(self)
-    if applies(self):
-      state = state.replace(step=state.step - 1)
-    return state, aux
+    return change(self, state), aux
+
+
+def _counts_one_step_less(monkeypatch, applies=lambda trainer: True):
+  """Lets `train()` return a state with a smaller step number."""
+  _changes_trained(monkeypatch, lambda trainer, state: (
+      state.replace(step=state.step - 1) if applies(trainer) else state))
 
 
 @breaks("real_trainer")
@@ -1273,14 +1277,15 @@ def two_batches_make_a_step(tour, monkeypatch):
 
 @breaks("large_batches")
 def a_move_is_counted_twice(tour, monkeypatch):
-  @replaces(monkeypatch, kd.train.Trainer, "train")
-  def train(original, self):
-    state, aux = original(self)
-    if isinstance(state.opt_state, optax.MultiStepsState):
-      moves = state.opt_state.gradient_step
-      state = state.replace(
-          opt_state=state.opt_state._replace(gradient_step=2 * moves))
-    return state, aux
+  def change(trainer, state):
+    del trainer
+    if not isinstance(state.opt_state, optax.MultiStepsState):
+      return state
+    moves = state.opt_state.gradient_step
+    return state.replace(
+        opt_state=state.opt_state._replace(gradient_step=2 * moves))
+
+  _changes_trained(monkeypatch, change)
 
 
 @breaks("large_batches")
@@ -1333,12 +1338,12 @@ def no_parameters_are_written(tour, monkeypatch):
 
 @breaks("sharding")
 def a_copy_is_on_one_device_only(tour, monkeypatch):
-  @replaces(monkeypatch, kd.train.Trainer, "train")
-  def train(original, self):
-    state, aux = original(self)
-    if not isinstance(self.sharding.params, kd.sharding.FSDPSharding):
-      state = jax.device_put(state, jax.devices()[0])
-    return state, aux
+  def change(trainer, state):
+    if isinstance(trainer.sharding.params, kd.sharding.FSDPSharding):
+      return state
+    return jax.device_put(state, jax.devices()[0])
+
+  _changes_trained(monkeypatch, change)
 
 
 @breaks("sharding")
@@ -1618,13 +1623,14 @@ def noise_is_the_same_in_evaluation(tour, monkeypatch):
 def _changes_statistics(monkeypatch, name, change):
   """Lets `train()` return other running statistics."""
 
-  @replaces(monkeypatch, kd.train.Trainer, "train")
-  def train(original, self):
-    state, aux = original(self)
+  def change_statistics(trainer, state):
+    del trainer
     if state.collections:
       stats = state.collections["batch_stats"]["norm"]
       stats[name] = change(stats[name])
-    return state, aux
+    return state
+
+  _changes_trained(monkeypatch, change_statistics)
 
 
 @breaks("model_state")

@@ -16,6 +16,7 @@ import pytest
 
 from conftest import SCRIPT
 from conftest import outside
+from conftest import train_project
 
 SOURCE = SCRIPT.read_text()
 TITLES = {name: function.title
@@ -431,19 +432,10 @@ def test_another_name(forked, tmp_path, name):
 
 def test_kauldron_main_trains_the_project(tmp_path):
   """With overrides as in section `project`, and the older way of arguments."""
-  (tmp_path / "configs").mkdir()
-  (tmp_path / "project.py").write_text(kauldron_tour.PROJECT_FILE)
-  config = tmp_path / "configs" / "my_experiment.py"
-  config.write_text(kauldron_tour.CONFIG_FILE)
-  process = subprocess.run(
-      [sys.executable, "-m", "kauldron.main",
-       "--cfg=configs/my_experiment.py:width=8",
-       f"--cfg.workdir={tmp_path / 'run'}", "--cfg.num_train_steps=3",
-       "--cfg.optimizer=py::optax.sgd(learning_rate=0.1)"],
-      cwd=tmp_path, env=outside(tmp_path), capture_output=True, text=True,
-      check=False)
-  assert process.returncode == 0, process.stderr[-2000:]
-  cfg = json.loads((tmp_path / "run" / "config.json").read_text())
+  cfg = train_project(
+      tmp_path, kauldron_tour.PROJECT_FILE, kauldron_tour.CONFIG_FILE,
+      "--cfg=configs/my_experiment.py:width=8", "--cfg.num_train_steps=3",
+      "--cfg.optimizer=py::optax.sgd(learning_rate=0.1)")
   assert cfg["num_train_steps"] == 3
   assert cfg["model"]["width"] == 8
   assert cfg["optimizer"] == {
