@@ -78,8 +78,8 @@ def train_project(folder, project, config, *flags):
   (folder / "configs").mkdir()
   (folder / "configs" / "my_experiment.py").write_text(config)
   process = subprocess.run(
-      [sys.executable, "-m", "kauldron.main",
-       f"--cfg.workdir={folder / 'run'}", *flags],
+      [sys.executable, "-m", "kauldron.main", *flags,
+       f"--cfg.workdir={folder / 'run'}"],  # After `--cfg`.
       cwd=folder, env=outside(folder), capture_output=True, text=True,
       check=False)
   assert process.returncode == 0, process.stderr[-2000:]
