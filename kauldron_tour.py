@@ -29,8 +29,8 @@
 # last section is an experiment to copy and start from.
 #
 # You should know JAX, and have seen flax.linen and optax. All of it runs on a
-# CPU in half a minute, with synthetic data; no result here says anything about
-# how good a model is.
+# CPU in less than a minute, with synthetic data; no result here says anything
+# about how good a model is.
 #
 # Every section but the first makes one claim, its title. It first does what you
 # would type, and shows what comes out; then, where there is something to
@@ -58,7 +58,7 @@
 # %% How a section runs (skip on a first read) jupyter={"source_hidden": true}
 """A tour of Kauldron, the JAX training library, that proves what it says.
 
-  python kauldron_tour.py                   # everything, in half a minute
+  python kauldron_tour.py                   # everything, within a minute
   python kauldron_tour.py --only key_paths  # one section; --list names all
   python kauldron_tour.py --workdir out     # keep runs, events and pictures
 
@@ -495,8 +495,8 @@ def config_tree():
 #
 # In a notebook one often wants both: the config, and the real thing to play
 # with. `konfig.mock_modules()` makes every module that the surrounding code has
-# imported a stand-in, for as long as its block lasts. So a call can be copied
-# out of a config and made.
+# imported a stand-in, for as long as its block lasts. So the same line of code
+# gives a config inside the block, and the real object outside.
 #
 # Every module but `konfig` is replaced, NumPy too. In a notebook and in a
 # script that is run, a `lambda` in the block does not even find Python's
@@ -584,8 +584,8 @@ def config_errors():
 # is a *reference*: it stands for the field, whatever its value will be when the
 # config is resolved. References can be added, multiplied and so on. `int(ref)`
 # fails, because the value may still change; `konfig.ref_fn(int, ref)` calls
-# `int` whenever the field is read. A field that holds a reference and is set no
-# longer follows; what it referred to stays as it is.
+# `int` whenever the field is read. If you set a field that holds a reference,
+# that field stops following; the field it referred to stays as it is.
 #
 # Do not copy a config that has references, neither with `|` nor with
 # `copy.deepcopy`: up to Kauldron 1.4.4 some of them go on following the
@@ -949,7 +949,7 @@ def shapes_elsewhere():
 class FocalLoss(kd.losses.Loss):
   """Focal loss of logits against integer labels, in nats."""
 
-  logits: kontext.Key = kontext.REQUIRED  # An error if it is looked up empty.
+  logits: kontext.Key = kontext.REQUIRED  # Left out, calling it is an error.
   labels: kontext.Key = kontext.REQUIRED
   gamma: float = 1.0
 
@@ -1423,7 +1423,7 @@ def event_files():
   # Images: PNG files, here the first five of the batch, as grey values.
   from matplotlib import image
   _, written = read_events(cfg.workdir, "summaries/images")
-  width, height, *files = written[0]  # So an event with images is made up.
+  width, height, *files = written[0]  # Then one PNG for each image.
   show("width and height of an image", (int(width), int(height)))
   pictures = np.array([image.imread(io.BytesIO(file)) for file in files])
   batch = next(iter(trainer.train_ds))  # It starts over: the batch of step 0.
@@ -1744,8 +1744,8 @@ def take_steps(trainer, state, num_steps):
 #   `model_state`).
 # - `grads`, `updates`: the gradients, and what the optimizer made of them.
 #   Evaluation has neither; `kd.metrics.SkipIfMissing` leaves a metric out where
-#   its key is missing, and also where it is misspelt. (A key with `**` that
-#   matches nothing is an error all the same.)
+#   its key is missing, and also where the key is misspelt. (A key with `**`
+#   that matches nothing is an error all the same.)
 #
 # Metrics and summaries see all of it. The keys of a model can name only `batch`
 # and `step`; those of a loss all but `grads` and `updates`, which come after
@@ -1861,8 +1861,9 @@ def inner_layer():
 #
 # A sweep is a generator of dicts. Each maps paths in the config to what should
 # stand there. (Kauldron's own launcher, which needs Google's cluster software,
-# looks for a generator function called `sweep` in the config file.) A loop does
-# as well: it makes the config anew, sets what the variant changes, and trains.
+# looks for a generator function called `sweep` in the config file.) A plain
+# loop will do, too: it makes the config anew, sets what the variant changes,
+# and trains.
 #
 # Written so, a variant *is* its difference from the base. The last one changes
 # the optimizer, whole. (The schedule is still logged then, though nothing uses
@@ -2101,9 +2102,9 @@ def data_files():
 #   ends as if it had never been interrupted.
 #
 # To resume, start the same command once more. For the same reason a new
-# experiment needs a new work directory. In a notebook call `train()` again.
-# (Only to restore a state by hand, as below, take a Trainer that has not
-# trained itself: else orbax says "Must provide `args`".)
+# experiment needs a new work directory. In a notebook call `train()` again. (To
+# restore a state by hand, as below, resolve the config anew. A Trainer that has
+# trained itself cannot: its checkpointer fails with "Must provide `args`".)
 #
 # Here `stop_after_steps` stands for the power cut. (A real one may leave a
 # folder `ckpt_20.orbax-checkpoint-tmp` behind, which does no harm.)
@@ -2321,7 +2322,7 @@ def rebuilt_run():
   trainer = konfig.resolve(cfg)
   trainer.train()
 
-  # Later, elsewhere: the directory is all there is, and it has moved.
+  # Later, elsewhere: all there is is a copy of the directory.
   moved = shutil.copytree(cfg.workdir, new_workdir("moved"), dirs_exist_ok=True)
   text = pathlib.Path(moved, "config.json").read_text()
   found = konfig.ConfigDict(json.loads(text))
@@ -2697,10 +2698,10 @@ def sharding():
 #   fewer.
 #
 # The section below holds for any number of processes, and you probably run it
-# with one. So it also asks what process 1 of 2 would get: Kauldron learns from
-# JAX which process it is in, and for the length of a block JAX says that. To
-# see two real processes, start the tour twice, in two terminals, with 0 and
-# with 1 at the end:
+# with one. So it also asks what process 1 of 2 would get: Kauldron calls
+# `jax.process_index()` and `jax.process_count()`, and for one block both are
+# replaced by functions that return 1 and 2. To see two real processes, start
+# the tour twice, in two terminals, with 0 and with 1 at the end:
 #
 #     python kauldron_tour.py --only several_processes --workdir out \
 #         --distributed localhost:8476 2 0
@@ -2938,7 +2939,7 @@ def random_streams():
   agree("dropout of ones in evaluation", mean=eval_means["metrics/dropped"],
         expected=1.0)
 
-  # By hand. The streams give a key for each name, of a step or of a batch.
+  # With `apply`. The streams give a key for each name, of a step or of a batch.
   def apply(rngs, is_training):
     preds = trainer.model.apply(
         {}, batch["image"], rngs=rngs, is_training_property=is_training)
@@ -2947,12 +2948,12 @@ def random_streams():
   step_1 = apply(streams.train_rngs(1), is_training=True)
   eval_0 = apply(streams.eval_rngs(0), is_training=False)
   agree("mean noise at step 0", trained=train_means["metrics/noise"],
-        by_hand=step_0["noise"].mean())
+        by_apply=step_0["noise"].mean())
   agree("mean of what dropout made of ones at step 0", rtol=1e-5,
         trained=train_means["metrics/dropped"],
-        by_hand=step_0["dropped"].mean())
+        by_apply=step_0["dropped"].mean())
   agree("mean noise in evaluation", evaluated=eval_means["metrics/noise"],
-        by_hand=eval_0["noise"].mean())
+        by_apply=eval_0["noise"].mean())
 
   # In training a quarter is dropped, and the rest scaled up.
   kept = (step_0["dropped"] > 0).mean()
@@ -3056,11 +3057,11 @@ def model_state():
 #
 # - A summary is a metric that stands in `cfg.train_summaries`. The fields of
 #   its state collect rather than add: `concat_field` puts the arrays of all
-#   batches together, and `truncate_field` keeps the first few. How many says
-#   `num_field`, a path that starts at the state; in the code below it leads to
-#   a field of the metric. `finalize` makes one NumPy array of the pieces. In a
-#   state, `self.parent` is the metric that made it, by calling
-#   `self.State(...)`.
+#   batches together, and `truncate_field` keeps the first few. Its argument
+#   `num_field` is the path of the number to keep. The path starts at the state;
+#   in the code below it leads to a field of the metric. `finalize` makes one
+#   NumPy array of the pieces. In a state, `self.parent` is the metric that made
+#   it, by calling `self.State(...)`.
 # - An init transform changes the state before training (section
 #   `loaded_weights`).
 # - An evaluator has a `writer`, for the event files in its folder. What
@@ -3369,8 +3370,14 @@ def get_signal_config():
   return cfg
 
 # %% [markdown]
-# That is all there is to write. What follows is what you would do with it in a
-# notebook: look whether the keys are right, train, stop, resume, and evaluate.
+# That is all there is to write. This command trains it, as two files:
+#
+#     python -m kauldron.main --cfg=configs/my_experiment.py \
+#       --cfg.workdir=/absolute/path/to/a/new/folder
+#
+# What follows is what you would do with it in a notebook: look whether the keys
+# are right, train, stop, resume, and evaluate. (`read_events` is defined in
+# section `real_trainer`.)
 
 # %%
 @section("An experiment of your own")
@@ -3399,7 +3406,7 @@ def own_experiment():
   # What the evaluator wrote on the way.
   for name in ("frequency", "amplitude"):
     steps, values = read_events(cfg.workdir, f"metrics/{name}", "test")
-    by_step = dict(zip(steps, values, strict=True))  # Step 100 but once.
+    by_step = dict(zip(steps, values, strict=True))  # Step 100 is there twice.
     for step, value in by_step.items():
       show(f"R squared of the {name} at step {step}", value)
     assert values[-1] > 0.8, values
