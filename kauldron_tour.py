@@ -1520,18 +1520,20 @@ def plain_trainer():
 #
 #     python -m kauldron.main --cfg=configs/my_experiment.py \
 #         --cfg.workdir=/absolute/path --cfg.num_train_steps=20 \
-#         "--cfg.optimizer=py::optax.sgd(learning_rate=0.1)" \
-#         --cfg.__args__.width=12
+#         --cfg.__args__.width=12 \
+#         "--cfg.checkpointer=py::kd.ckpts.Checkpointer(save_interval_steps=10)"
 #
 # Any field can be set on the command line by its path, and what refers to it
-# follows. An object is written as `py::` and a call:
-# `py::project.Classifier(x='batch.x')`, `py::kd.evals.EveryNSteps(50)`. Modules
-# need their full name there; only `kd`, `nn` and `np` are short.
+# follows: below, the schedule gets as long as the training. An object is
+# written as `py::` and a call. Modules need their full name there, as in
+# `py::optax.sgd(learning_rate=0.1)` or `py::project.Classifier(x='batch.x')`;
+# only `kd`, `nn` and `np` are short.
 #
-# What changes several fields at once, as the width does below, is an argument
-# of `get_config`. A dataclass in the config file lists these arguments; it must
-# be called `ConfigArgs`. On the command line they are set below `__args__`. (An
-# older way is to write them behind the name of the file:
+# What changes several fields that do not simply follow one another is an
+# argument of `get_config`. Below, the width is one: a wider layer gets a
+# smaller learning rate. A dataclass in the config file lists these arguments;
+# it must be called `ConfigArgs`. On the command line they are set below
+# `__args__`. (An older way is to write them behind the name of the file:
 # `--cfg=configs/my_experiment.py:width=12`.)
 #
 # Started anew, `kauldron.main` would import everything once more. So below the
@@ -1591,10 +1593,14 @@ def get_config(args: ConfigArgs = ConfigArgs()):
   cfg.train_losses = {
       "cross_entropy": kd.losses.SoftmaxCrossEntropyWithIntLabels(
           logits="preds.logits", labels="batch.label")}
-  cfg.optimizer = optax.adam(
-      learning_rate=0.16 / args.width)  # Smaller steps for a wider layer.
-  cfg.num_train_steps = 10
+  cfg.num_train_steps = 100
+  cfg.schedules = {
+      "learning_rate": optax.cosine_decay_schedule(
+          init_value=0.16 / args.width,  # Smaller steps for a wider layer.
+          decay_steps=cfg.ref.num_train_steps)}
+  cfg.optimizer = optax.adam(learning_rate=cfg.ref.schedules["learning_rate"])
   cfg.log_metrics_every = 1
+  cfg.log_summaries_every = 1
   cfg.profiler = None
   return cfg
 '''
@@ -1616,8 +1622,8 @@ def project():
   sys.argv = [
       "kauldron.main", f"--cfg={config_file}",
       f"--cfg.workdir={folder}/run", "--cfg.num_train_steps=20",
-      "--cfg.optimizer=py::optax.sgd(learning_rate=0.1)",
-      "--cfg.__args__.width=12"]
+      "--cfg.__args__.width=12",
+      "--cfg.checkpointer=py::kd.ckpts.Checkpointer(save_interval_steps=10)"]
   sys.path.insert(0, str(folder))
   try:
     command_line = flags.FlagValues()
@@ -1635,20 +1641,31 @@ def project():
     for name in ("project", "configs", "configs.my_experiment"):
       sys.modules.pop(name, None)
 
-  show("cfg.model", cfg.model)
-  show("cfg.optimizer", cfg.optimizer)
-  agree("the optimizer", found=cfg.optimizer.__qualname__,
-        on_the_command_line="optax:sgd")
+  # A field that was set, and one that refers to it.
   agree("num_train_steps", found=cfg.num_train_steps, on_the_command_line=20)
-  agree("learning rate in a notebook, 0.16 / width",
-        found=in_notebook.optimizer.learning_rate, by_hand=0.16 / 12)
+  agree("steps of the schedule", found=cfg.optimizer.learning_rate.decay_steps,
+        expected=cfg.num_train_steps)
+
+  # The argument: what the width changes, in two places.
   agree("kernel of the encoder", shape=state.params["encoder"]["kernel"].shape,
         expected=(8, 12))
+  agree("first learning rate", found=cfg.schedules.learning_rate.init_value,
+        by_hand=0.16 / 12)
+  agree("the same in a notebook",
+        found=in_notebook.schedules.learning_rate.init_value, by_hand=0.16 / 12)
+
+  # The object: a checkpointer, which has been at work.
+  run = folder / "run"
+  checkpoints = sorted(os.listdir(run / "checkpoints"))
+  agree("checkpoints", found=" ".join(checkpoints),
+        expected="ckpt_0 ckpt_10 ckpt_20")
+
+  # It has learnt, and says what.
   loss = float(aux.compute().loss_values["losses/total"])
   show("loss after the last step", loss)
   show("loss of guessing", float(np.log(2)))
   assert loss < np.log(2), loss
-  written = json.loads((folder / "run" / "config.json").read_text())
+  written = json.loads((run / "config.json").read_text())
   agree("the model in config.json", found=written["model"]["__qualname__"],
         expected="project:Classifier")
 
@@ -1857,73 +1874,94 @@ def inner_layer():
        xlabel="step", ylabel="largest output of the encoder")
 
 # %% [markdown]
-# ## A sweep changes one line of the config at a time
+# ## A sweep changes one entry of the config at a time
 #
-# A sweep is a generator of dicts. Each maps paths in the config to what should
-# stand there. (Kauldron's own launcher, which needs Google's cluster software,
-# looks for a generator function called `sweep` in the config file.) A plain
-# loop will do, too: it makes the config anew, sets what the variant changes,
-# and trains.
+# A sweep is a dict for each variant, which maps paths in the config to what
+# should stand there. Written so, a variant *is* its difference from the base. A
+# plain loop does the rest: it makes the config anew, sets what the variant
+# changes, and trains. (Kauldron's own launcher, which needs Google's cluster
+# software, gets the same dicts one by one from a generator function in the
+# config file, called `sweep`.)
 #
-# Written so, a variant *is* its difference from the base. The last one changes
-# the optimizer, whole. (The schedule is still logged then, though nothing uses
-# it.) Mind the spelling: if the last part of a path is wrong, a field of that
-# name is added, and only `konfig.resolve` finds out.
+# The last variant below changes the optimizer, whole. (The schedule is still
+# logged then, though nothing uses it.) Mind the spelling: if the last part of a
+# path is wrong, a field of that name is added, and only `konfig.resolve` finds
+# out.
+#
+# For each variant you will see every path whose value is another one now, with
+# the value before and after; `None` also stands for a path that is not there.
+# One of these paths was not named: the learning rate of the optimizer is a
+# reference to the schedule, and follows. Then come the recalls on held-out
+# images after a few steps, and the curves. Compare the recalls: the loss of
+# `sharp` is another function, so its curve cannot be held against the others.
 
 # %%
-VARIANTS = ("base", "slow", "sharp", "rmsprop")
+VARIANTS = {
+    "base": {},
+    "slow": {"schedules.learning_rate.init_value": LEARNING_RATE / 10},
+    "sharp": {"train_losses.focal.gamma": 3.0},
+    "rmsprop": {"optimizer": lazy_optax.rmsprop(learning_rate=LEARNING_RATE)},
+}
 
 
-def sweep_variants():
-  """Yields, for each variant, the paths that it changes and to what."""
-  yield {}
-  yield {"schedules.learning_rate.init_value": LEARNING_RATE / 10}
-  yield {"train_losses.focal.gamma": 3.0}
-  yield {"optimizer": lazy_optax.rmsprop(learning_rate=LEARNING_RATE)}
-
-
-@section("A sweep changes one line of the config at a time")
+@section("A sweep changes one entry of the config at a time")
 def sweep():
   """Variants differ from the base in what they name, and in their curves."""
   base_config = kontext.flatten_with_path(get_config())
   held_out = held_out_images()
+  changed = {}  # Variant -> all paths with another value than in the base.
+  recalls = {}
   curves = {}
-  for name, changes in zip(VARIANTS, sweep_variants(), strict=True):
+  for name, changes in VARIANTS.items():
     cfg = get_config()
     for path, value in changes.items():
       kontext.set_by_path(cfg, path, value)
 
-    # Only what was named has changed, and what refers to it.
     flat = kontext.flatten_with_path(cfg)
-    changed = sorted(path for path in base_config.keys() | flat.keys()
-                     if base_config.get(path) != flat.get(path))
-    show(f"{name}, changed", " ".join(changed) or "nothing")
-    follows = "optimizer.learning_rate.init_value"  # It refers to a schedule.
-    for path in changed:
-      was_named = path.startswith(tuple(changes))
-      assert was_named or path == follows, changed
-    assert bool(changed) == bool(changes), changed
+    paths = base_config | flat  # Of both.
+    changed[name] = {path for path in paths
+                     if base_config.get(path) != flat.get(path)}
+    print(f"  {name}: {len(changed[name])} changed")
+    for path in sorted(changed[name]):
+      print(f"    {path}: {base_config.get(path)} -> {flat.get(path)}")
 
     cfg.workdir = new_workdir("sweep")
-    cfg.stop_after_steps = FEW_STEPS
+    cfg.stop_after_steps = 8
     cfg.log_metrics_every = 1
     cfg.checkpointer = None
     state, _ = konfig.resolve(cfg).train()
     logits = logits_by_hand(jax.device_get(state.params), held_out["image"])
-    recall = recall_by_hand(logits, held_out["label"])
-    show(f"{name}, held-out recall", recall)
+    recalls[name] = recall_by_hand(logits, held_out["label"])
     curves[name] = read_events(cfg.workdir, "losses/total")
+
+  # Only what was named has changed, and what refers to it.
+  assert changed == {
+      "base": set(),
+      "slow": {
+          "schedules.learning_rate.init_value",
+          "optimizer.learning_rate.init_value"},
+      "sharp": {"train_losses.focal.gamma"},
+      "rmsprop": {
+          "optimizer.__qualname__",
+          "optimizer.learning_rate",  # A number, and no schedule with fields.
+          "optimizer.learning_rate.__qualname__",
+          "optimizer.learning_rate.init_value",
+          "optimizer.learning_rate.decay_steps"},
+  }, changed
+
+  for name, recall in recalls.items():
+    show(f"{name}, held-out recall", recall)
   draw("sweep", curves, xlabel="step", ylabel="training loss (nats)")
 
   # Each takes another course. At step 0 the parameters and the batch are the
   # same in all; so is the loss, except with another gamma.
-  losses = [values for _, values in curves.values()]
-  base, slow, sharp, rmsprop = losses
-  agree("slow, step 0", loss=slow[0], base=base[0])
-  agree("rmsprop, step 0", loss=rmsprop[0], base=base[0])
-  assert abs(sharp[0] - base[0]) > 1e-3, (sharp[0], base[0])
-  for variant in (slow, sharp, rmsprop):
-    assert abs(variant[-1] - base[-1]) > 1e-3, (variant[-1], base[-1])
+  losses = {name: values for name, (_, values) in curves.items()}
+  base = losses["base"]
+  agree("slow, step 0", loss=losses["slow"][0], base=base[0])
+  agree("rmsprop, step 0", loss=losses["rmsprop"][0], base=base[0])
+  assert abs(losses["sharp"][0] - base[0]) > 1e-3, losses
+  for name in ("slow", "sharp", "rmsprop"):
+    assert abs(losses[name][-1] - base[-1]) > 1e-3, losses
 
 # %% [markdown]
 # ## A data pipeline is config too

@@ -1490,9 +1490,59 @@ def an_override_of_a_number_is_ignored(tour, monkeypatch):
   _override_is_ignored(monkeypatch, "num_train_steps")
 
 
-@breaks("project")
+@breaks("project", FileNotFoundError)
 def an_override_of_an_object_is_ignored(tour, monkeypatch):
-  _override_is_ignored(monkeypatch, "optimizer")
+  _override_is_ignored(monkeypatch, "checkpointer")
+
+
+def _overrides_change_more(monkeypatch, change):
+  from kauldron.konfig import module_configdict
+
+  @replaces(monkeypatch, module_configdict, "_apply_overrides")
+  def and_change(original, config, overrides):
+    original(config, overrides)
+    if overrides:
+      change(config)
+
+
+@breaks("project")
+def an_override_sets_another_number(tour, monkeypatch):
+  def change(cfg):
+    cfg.num_train_steps = 25
+
+  _overrides_change_more(monkeypatch, change)
+
+
+@breaks("project")
+def an_override_makes_another_object(tour, monkeypatch):
+  def change(cfg):
+    cfg.checkpointer.save_interval_steps = 7
+
+  _overrides_change_more(monkeypatch, change)
+
+
+@breaks("project")
+def overrides_change_the_model(tour, monkeypatch):
+  def change(cfg):
+    cfg.model.width = 16
+
+  _overrides_change_more(monkeypatch, change)
+
+
+@breaks("project")
+def overrides_change_the_rate(tour, monkeypatch):
+  def change(cfg):
+    cfg.schedules.learning_rate.init_value = 0.01
+
+  _overrides_change_more(monkeypatch, change)
+
+
+@breaks("project")
+def what_refers_to_an_override_does_not_follow(tour, monkeypatch):
+  def change(cfg):
+    cfg.schedules.learning_rate.decay_steps = 100
+
+  _overrides_change_more(monkeypatch, change)
 
 
 @breaks("project")
