@@ -2421,8 +2421,12 @@ def loaded_weights():
   pretrained.checkpointer.save_interval_steps = 10
   konfig.resolve(pretrained).train()
   trainer = konfig.resolve(pretrained)
+  untrained = trainer.init_state()
   source = trainer.checkpointer.restore(trainer.init_state())
   agree("step of the saved state", found=int(source.step), expected=10)
+  far = distance(source.params, untrained.params)
+  show("saved parameters, distance from untrained ones", far)
+  assert far > 0.01, far
 
   cfg = get_config()
   cfg.workdir = new_workdir("loaded_weights")
@@ -2430,29 +2434,33 @@ def loaded_weights():
       workdir=pretrained.workdir)
   loaded = konfig.resolve(cfg).init_state()
   agree("step of the new run", found=int(loaded.step), expected=0)
-  agree("parameters, distance from the saved ones", rtol=0,
+  agree("loaded parameters, distance from the saved ones", rtol=0,
         found=distance(loaded.params, source.params), expected=0.0)
-  far = distance(loaded.opt_state[0].mu, source.opt_state[0].mu)
-  show("Adam's averages, not loaded: distance from the saved ones", far)
+  means = optax.tree_utils.tree_get(loaded.opt_state, "mu")
+  saved_means = optax.tree_utils.tree_get(source.opt_state, "mu")
+  far = distance(means, saved_means)
+  show("Adam's mean gradients, not loaded: distance from the saved ones", far)
   assert far > 0, far
 
   # With the optimizer's state.
   cfg.init_transform.load_opt_state = True
-  with_optimizer = konfig.resolve(cfg).init_state()
-  far = distance(with_optimizer.opt_state, source.opt_state)
+  loaded = konfig.resolve(cfg).init_state()
   agree("optimizer's state, loaded: distance from the saved one", rtol=0,
-        found=far, expected=0.0)
+        found=distance(loaded.opt_state, source.opt_state), expected=0.0)
 
-  # With a new head. Its encoder is the trained one, its head is untrained.
+  # With a new head. The encoder is the trained one, the head is untrained.
   cfg.init_transform.load_opt_state = False
   cfg.model = lazy_tour.NewTask(image="batch.image")
   trainer = konfig.resolve(cfg)
-  loaded = trainer.init_state()
-  untrained = trainer.init_state(skip_transforms=True)
-  far = distance(loaded.params["encoder"], source.params["encoder"])
-  agree("encoder, distance from the saved one", rtol=0, found=far, expected=0.0)
-  far = distance(loaded.params["new_head"], untrained.params["new_head"])
-  agree("new head, distance from an untrained one", rtol=0, found=far,
+  loaded = trainer.init_state().params
+  untrained = trainer.init_state(skip_transforms=True).params
+  agree("encoder, distance from the saved one", rtol=0,
+        found=distance(loaded["encoder"], source.params["encoder"]),
+        expected=0.0)
+  far = distance(loaded["encoder"], untrained["encoder"])
+  show("encoder, distance from an untrained one", far)
+  agree("new head, distance from an untrained one", rtol=0,
+        found=distance(loaded["new_head"], untrained["new_head"]),
         expected=0.0)
 
 # %% [markdown]
@@ -2918,7 +2926,8 @@ def exported_model():
 # A key is made from the seed, the stream's name, whether it is for training or
 # evaluation, and a number: in training the step, in evaluation the number of
 # the batch, from 0 on. So each step has noise of its own, the same run has the
-# same noise again, and every evaluation has the same noise.
+# same noise again, and every evaluation has the same noise. The section prints
+# some of these keys; a key is two numbers.
 #
 # Two streams are there in training: `dropout`, which `nn.Dropout` uses, and
 # `default`, for whatever you like. An evaluator has only the streams that were
@@ -2953,19 +2962,34 @@ def random_streams():
   for name in ("flag", "dropped", "noise"):  # The mean: a loss as a metric.
     cfg.train_metrics[name] = lazy_kd.losses.Value(values=f"preds.{name}")
   cfg.evals = {"here": lazy_kd.evals.Evaluator(
-      run=lazy_kd.evals.Once(0), ds=cfg.train_ds, num_batches=1)}
+      run=lazy_kd.evals.Once(0), ds=cfg.train_ds, num_batches=2)}
   trainer = konfig.resolve(cfg)
   streams = trainer.rng_streams
   show("streams in training", ", ".join(sorted(streams.train_rngs(0))))
   agree("streams in evaluation", found=", ".join(streams.eval_rngs(0)),
         expected="noise")
 
+  # What goes into a key: if one of these four is another, so is the key.
+  cfg.seed = SEED + 1
+  other_streams = konfig.resolve(cfg).rng_streams
+  keys = {
+      "noise, step 0": streams.train_rngs(0)["noise"],
+      "dropout, step 0": streams.train_rngs(0)["dropout"],
+      "noise, step 1": streams.train_rngs(1)["noise"],
+      "dropout, step 1": streams.train_rngs(1)["dropout"],
+      "noise, batch 0 of an evaluation": streams.eval_rngs(0)["noise"],
+      "noise, batch 1 of an evaluation": streams.eval_rngs(1)["noise"],
+      "noise, step 0, another seed": other_streams.train_rngs(0)["noise"],
+  }
+  for name, key in keys.items():
+    keys[name] = tuple(jax.random.key_data(key).tolist())
+    print(f"  key of {name}: {keys[name]}")
+  assert len(set(keys.values())) == len(keys), keys
+
   # What an evaluator sees, and what a training step sees.
   state = trainer.init_state()
   evaluated = trainer.evals["here"].evaluate(state=state, step=0)
   eval_means = evaluated.compute().metric_values
-  evaluated = trainer.evals["here"].evaluate(state=state, step=1)
-  next_eval_means = evaluated.compute().metric_values
   (batch,) = trainer.train_ds.take(1).device_put(trainer.sharding.batch)
   _, aux = trainer.trainstep.step(
       state, batch, return_losses=True, return_metrics=True)
@@ -2983,15 +3007,22 @@ def random_streams():
         {}, batch["image"], rngs=rngs, is_training_property=is_training)
     return jax.device_get(preds)
   step_0 = apply(streams.train_rngs(0), is_training=True)
-  step_1 = apply(streams.train_rngs(1), is_training=True)
-  eval_0 = apply(streams.eval_rngs(0), is_training=False)
   agree("mean noise at step 0", trained=train_means["metrics/noise"],
         by_apply=step_0["noise"].mean())
-  agree("mean of what dropout made of ones at step 0", rtol=1e-5,
+  agree("mean of what dropout made of ones at step 0",
+        rtol=1e-5,  # JAX and NumPy add up 3,072 numbers in another order.
         trained=train_means["metrics/dropped"],
         by_apply=step_0["dropped"].mean())
+
+  # The evaluator had two batches. Its next evaluation has the same noise.
+  eval_0 = apply(streams.eval_rngs(0), is_training=False)
+  eval_1 = apply(streams.eval_rngs(1), is_training=False)
   agree("mean noise in evaluation", evaluated=eval_means["metrics/noise"],
-        by_apply=eval_0["noise"].mean())
+        by_apply=np.mean([eval_0["noise"], eval_1["noise"]]))
+  evaluated = trainer.evals["here"].evaluate(state=state, step=1)
+  agree("mean noise of another evaluation", rtol=0,
+        found=evaluated.compute().metric_values["metrics/noise"],
+        as_before=eval_means["metrics/noise"])
 
   # In training a quarter is dropped, and the rest scaled up.
   kept = (step_0["dropped"] > 0).mean()
@@ -2999,22 +3030,6 @@ def random_streams():
   np.testing.assert_allclose(kept, 0.75, atol=0.03)
   agree("value of a 1 that was kept", found=step_0["dropped"].max(),
         expected=1 / 0.75)
-
-  # Another step has other noise and drops something else.
-  other_noise = (step_1["noise"] != step_0["noise"]).mean()
-  other_mask = (step_1["dropped"] != step_0["dropped"]).mean()
-  show("noise, steps 0 and 1 differ in", f"{other_noise:.0%}")
-  show("dropout, steps 0 and 1 differ in", f"{other_mask:.0%}")
-  assert other_noise > 0.9, other_noise
-  assert other_mask > 0.1, other_mask  # By chance: 2 * 0.25 * 0.75.
-
-  # Evaluation has noise of its own, and each time the same.
-  eval_noise = (eval_0["noise"] != step_0["noise"]).mean()
-  show("noise, step 0 and evaluation differ in", f"{eval_noise:.0%}")
-  assert eval_noise > 0.9, eval_noise
-  agree("mean noise of another evaluation", rtol=0,
-        found=next_eval_means["metrics/noise"],
-        as_before=eval_means["metrics/noise"])
 
 # %% [markdown]
 # ## A model with state has collections

@@ -1163,6 +1163,11 @@ def the_source_is_of_another_step(tour, monkeypatch):
   _changes_restored(monkeypatch, lambda state: state.replace(step=0))
 
 
+@breaks("loaded_weights")
+def the_source_has_learnt_nothing(tour, monkeypatch):
+  monkeypatch.setattr(optax, "apply_updates", lambda params, updates: params)
+
+
 def _nothing_is_loaded_into(monkeypatch, layer):
   @replaces(monkeypatch, kd.ckpts.SimpleCheckpointLoader, "transform")
   def without_layer(original, self, state):
@@ -1612,7 +1617,7 @@ def each_evaluation_has_noise_of_its_own(tour, monkeypatch):
 
   @replaces(monkeypatch, kd.evals.Evaluator, "step")
   def other_step(original, self, *, step_nr, **kwargs):
-    return original(self, step_nr=step_nr + next(asked), **kwargs)
+    return original(self, step_nr=step_nr + next(asked) // 2, **kwargs)
 
 
 @breaks("random_streams")
@@ -1661,6 +1666,13 @@ def noise_has_one_key_for_all_steps(tour, monkeypatch):
 @breaks("random_streams")
 def dropout_has_one_key_for_all_steps(tour, monkeypatch):
   _stream_has_one_key(monkeypatch, "dropout")
+
+
+@breaks("random_streams")
+def a_key_is_the_same_with_another_seed(tour, monkeypatch):
+  @replaces(monkeypatch, kd.train.RngStreams, "train_rngs")
+  def with_seed_0(original, self, step):
+    return original(dataclasses.replace(self, seed=0), step)
 
 
 @breaks("random_streams")
