@@ -45,7 +45,8 @@
 # - `show(label, value)` prints.
 # - `agree(label, this=a, that=b)` prints both values under their names, and
 #   fails unless they are equal; floats may differ by rounding. Of an array it
-#   prints the first value, and compares all. `rtol=0` allows no rounding.
+#   prints the first value and the shape, and compares all. `rtol=0` allows no
+#   rounding.
 # - `with raises(KeyError, "words"):` fails unless its block raises that error,
 #   with these words in it.
 # - `draw(name, curves)` draws each curve as a row of characters, the darker the
@@ -185,11 +186,14 @@ def describe(error):
 
 
 def brief(value):
-  """Returns a value as text: floats with four digits, of an array the first."""
+  """Returns a value as text: floats with four digits, of an array the first.
+
+  After the first value of an array comes its shape.
+  """
   if isinstance(value, (float, np.floating)):
     return f"{value:.4g}"
   if isinstance(value, np.ndarray) and value.ndim:
-    return f"{brief(value.flat[0])} ..."
+    return f"{brief(value.flat[0])} ... {value.shape}"
   return str(value)
 
 
@@ -210,7 +214,8 @@ def agree(label, rtol=3e-6, **values):
   """Prints two values under their names, and asserts that they are equal.
 
   Floats, and arrays of them, may differ by a tolerance that is relative to the
-  largest; anything else may not. Of arrays the first value is printed.
+  largest; anything else may not. Of arrays the first value is printed, and the
+  shape.
   """
   (name, found), (other, expected) = values.items()
   exact = any(isinstance(value, (bool, int, str, tuple))
@@ -227,6 +232,7 @@ def agree(label, rtol=3e-6, **values):
   if exact:
     np.testing.assert_equal(found, expected, label)
   else:
+    np.testing.assert_equal(found.shape, expected.shape, label)
     atol = rtol * np.abs(expected).max()
     np.testing.assert_allclose(found, expected, 0, atol, equal_nan=False,
                                err_msg=label)
@@ -498,30 +504,41 @@ def config_tree():
 # imported a stand-in, for as long as its block lasts. So the same line of code
 # gives a config inside the block, and the real object outside.
 #
-# Every module but `konfig` is replaced, NumPy too. In a notebook and in a
-# script that is run, a `lambda` in the block does not even find Python's
-# builtins. So write nothing in the block but the config itself. What is no
-# module stays as it is: a name imported with `from optax import sgd`, and a
-# class that you have defined in the notebook itself. Put such a class into a
-# file, and import that as a module. Import at the top level, not in a function:
-# only those names are replaced.
+# What is replaced are modules, and all of them but `konfig`. From this follows
+# what to write in the block, nothing but the config, and where to import:
+#
+# - NumPy is a stand-in too, so that `np.ones(3)` makes no array. Even Python's
+#   builtins are one, in a notebook and in a script that is run: there a
+#   `lambda` that is made in the block does not find `len`.
+# - What is no module is not replaced, and calls of it are made. That is so for
+#   a name that was imported with `from optax import sgd`, and for a class that
+#   you have defined in the notebook itself; a config refuses what they return
+#   (next section). Put such a class into a file, and import that as a module.
+# - A module that was imported inside a function stays a stand-in there after
+#   the block (with Python 3.11 and 3.12). Import at the top level.
 #
 # As a rule: `imports()` in a file of configs, `mock_modules()` in a notebook.
 
 # %%
+from optax import sgd  # A function, which is never replaced.
+
+
 @section("In one block calls are recorded, outside they are made")
 def mock_modules():
   """The same call gives a config in the block and an optimizer after it."""
   with konfig.mock_modules():
     cfg = optax.sgd(learning_rate=0.5)
     array = np.ones(3)
+    called = sgd(learning_rate=0.5)
   optimizer = optax.sgd(learning_rate=0.5)
 
-  show("in the block", cfg)
-  show("in the block, NumPy", array)
-  show("outside", type(optimizer).__name__)
+  show("in the block, optax.sgd(...)", cfg)
+  show("in the block, np.ones(3)", array)
+  show("in the block, sgd(...)", type(called).__name__)
+  show("outside, optax.sgd(...)", type(optimizer).__name__)
   assert isinstance(cfg, konfig.ConfigDict), cfg
   assert isinstance(array, konfig.ConfigDict), array
+  assert isinstance(called, optax.GradientTransformation), called
   assert isinstance(optimizer, optax.GradientTransformation), optimizer
 
   gradient = np.ones(3, np.float32)
@@ -945,7 +962,7 @@ def shapes_elsewhere():
 # for a model that calculates its loss itself.
 
 # %%
-@dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FocalLoss(kd.losses.Loss):
   """Focal loss of logits against integer labels, in nats."""
 
@@ -1025,29 +1042,30 @@ def custom_loss():
 #
 # Some scores are no mean over batches. The mean recall of all classes is one:
 # each class counts alike, however seldom it occurs, so the batches' values
-# cannot simply be averaged. Kauldron's metrics therefore return a *state* for
-# each batch. States can be merged, and a number is computed from the merged
-# one. An evaluator merges the states of all its batches. In training nothing is
-# merged: what is logged is the metric of one batch.
+# cannot simply be averaged. A metric of Kauldron therefore gives no number for
+# a batch, but a *state* that can be merged with others. There are four stages:
 #
-# You derive from `kd.metrics.Metric` and write `get_state`. It runs inside the
-# jitted step, and gets its arguments as the `get_values` of a loss does. The
-# class of its states stands inside, and derives from `AutoState`;
-# `AutoState["MeanRecall"]` says which metric it belongs to, for type checkers.
-# Each field of a state says how it is merged: with `sum_field` it is added up.
-# (Section `own_parts` has one that collects. The types of the fields tell the
-# reader what is meant; nothing checks them.)
+# 1. `get_state` makes the state of one batch. It runs inside the jitted step,
+# and gets its arguments as the `get_values` of a loss does. 2. The states are
+# merged: in an evaluator those of all its batches. In training nothing is
+# merged; what is logged is the metric of one batch. 3. `finalize` puts NumPy
+# arrays in the place of JAX's, and puts together what was collected. It is
+# seldom overridden. 4. `compute` makes a number of the merged state. It runs
+# outside `jit`, so shapes in it may depend on values.
 #
-# `compute` makes a number of a merged state. It runs outside `jit`, so shapes
-# in it may depend on values. It is called on what `finalize` returns: the state
-# with NumPy arrays for JAX's, and with what was collected put together.
+# You write the first and the last. `get_state` is a method of your metric,
+# `compute` one of the class of its states, which stands inside the metric and
+# derives from `AutoState`. (`AutoState["MeanRecall"]` says which metric it
+# belongs to, for type checkers.) Each field of a state says how it is merged:
+# with `sum_field` it is added up. (Section `own_parts` has one that collects.
+# The types of the fields tell the reader what is meant; nothing checks them.)
 #
 # `kd.metrics` has what is common: `Accuracy`, `BinaryAccuracy`, `Precision1`,
 # `RocAuc`, `Psnr`, `Ssim`, `Norm`, `Std` and others. For a plain mean no metric
 # of your own is needed: a loss may stand among the metrics, and is logged.
 
 # %%
-@dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeanRecall(kd.metrics.Metric):
   """The recall of each class that occurs, averaged over the classes."""
 
@@ -1446,8 +1464,17 @@ def event_files():
 # rebuilt from its work directory: it writes no `config.json`. (The one below
 # has no checkpointer either, and so saves nothing.)
 #
-# At its end the section prints which fields there are, and their defaults;
-# `...` is an object, and what has no default must be given.
+# At its end the section prints the fields of three classes, so that you need
+# not look them up: with its default, or the class of its default; a bare name
+# must be given. `cfg.workdir` and the like stand for a field of the Trainer,
+# from which the default is taken. Most fields come up in a section of their
+# own. The others:
+#
+# - `checkify_error_categories` compiles checks into the step, those of
+#   `jax.experimental.checkify`. With `checkify.float_checks` a training ends
+#   with the name of the first operation that made a NaN.
+# - `setup` makes the work directory and shows the progress; `xm_job` is for
+#   Google's own launcher; `raw_cfg` is the config that the Trainer came from.
 
 # %%
 FEW_STEPS = 20  # How long the runs are in which little has to be learnt.
@@ -1457,6 +1484,27 @@ def distance(tree, other):
   """Returns the largest absolute difference between two trees' leaves."""
   far = jax.tree.map(lambda x, y: np.abs(x - y).max(), tree, other)
   return float(max(jax.tree.leaves(far)))
+
+
+def fields_of(part):
+  """Returns the public fields of a dataclass and their defaults, as text."""
+  fields = []
+  for field in dataclasses.fields(part):
+    if field.name.startswith("_"):
+      continue
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+      default = field.default_factory()
+    of_trainer = re.fullmatch(r"_FakeRootCfg\('(.*)'\)", str(default))
+    if default is dataclasses.MISSING:
+      fields.append(field.name)
+    elif isinstance(default, (bool, int, float, str, type(None))):
+      fields.append(f"{field.name}={default}")
+    elif of_trainer:
+      fields.append(f"{field.name}={of_trainer[1]}")
+    else:
+      fields.append(f"{field.name}={type(default).__name__}()")
+  return ", ".join(fields)
 
 
 @section("A Trainer needs no config")
@@ -1493,18 +1541,7 @@ def plain_trainer():
         found=distance(state.params, from_config.params), expected=0.0)
 
   for part in (kd.train.Trainer, kd.ckpts.Checkpointer, kd.evals.Evaluator):
-    fields = []
-    for field in dataclasses.fields(part):
-      if field.name.startswith("_"):
-        continue
-      if isinstance(field.default, (bool, int, float, str, type(None))):
-        fields.append(f"{field.name}={field.default}")
-      elif field.default is not dataclasses.MISSING or (
-          field.default_factory is not dataclasses.MISSING):
-        fields.append(f"{field.name}=...")
-      else:
-        fields.append(field.name)
-    show(f"fields of {part.__name__}", ", ".join(fields))
+    show(f"fields of {part.__name__}", fields_of(part))
 
 # %% [markdown]
 # ## A project is an implementation and a config
@@ -2671,9 +2708,10 @@ def sharding():
   agree("divided, shape on a device", found=shape_on_each_device(kernel),
         expected=(64 // num_devices, WIDTH))
   untrained = konfig.resolve(cfg).init_state()
-  moment = untrained.opt_state[0].mu["encoder"]["kernel"]
+  means = optax.tree_utils.tree_get(untrained.opt_state, "mu")
   agree("divided, shape of the optimizer's state at the start",
-        found=shape_on_each_device(moment), expected=(64 // num_devices, WIDTH))
+        found=shape_on_each_device(means["encoder"]["kernel"]),
+        expected=(64 // num_devices, WIDTH))
 
   # It is the same training, to rounding.
   show("how far training moved the parameters", distance(
@@ -2744,10 +2782,11 @@ def sharding():
 #   fewer.
 #
 # The section below holds for any number of processes, and you probably run it
-# with one. So it also asks what process 1 of 2 would get: Kauldron calls
-# `jax.process_index()` and `jax.process_count()`, and for one block both are
-# replaced by functions that return 1 and 2. To see two real processes, start
-# the tour twice, in two terminals, with 0 and with 1 at the end:
+# with one. So it also asks what each of two processes would get. Kauldron calls
+# `jax.process_index()` and `jax.process_count()` to know; a block in which
+# these return 1 and 2 shows what process 1 of 2 gets. To see two real
+# processes, start the tour twice, in two terminals, with 0 and with 1 at the
+# end:
 #
 #     python kauldron_tour.py --only several_processes --workdir out \
 #         --distributed localhost:8476 2 0
@@ -2797,15 +2836,17 @@ def several_processes():
   agree("loss at step 0", kauldron=loss,
         by_hand=focal_values(logits, whole["label"]).mean())
 
-  # What process 1 of 2 would get: the second half of the same batch.
-  with mock.patch.multiple(
-      jax, process_count=lambda: 2, process_index=lambda: 1):
-    part = next(iter(trainer.train_ds))
-
+  # What each of two processes would get: one half of the same batch.
   def digits(label):
     return "".join(map(str, label[:, 0]))
-  agree("labels if JAX says process 1 of 2", found=digits(part["label"]),
-        second_half=digits(whole["label"][BATCH_SIZE // 2:]))
+  show("labels of the whole batch", digits(whole["label"]))
+  halves = np.split(whole["label"], 2)
+  for index in (0, 1):
+    with mock.patch("jax.process_count", return_value=2), (
+        mock.patch("jax.process_index", return_value=index)):
+      part = next(iter(trainer.train_ds))
+    agree(f"labels if JAX says process {index} of 2",
+          found=digits(part["label"]), half=digits(halves[index]))
 
   # PyGrain's position: a file for each process.
   cfg.train_ds = lazy_kd.data.py.DataSource(
@@ -3108,35 +3149,20 @@ def model_state():
 # | evaluator      | `kd.evals.EvaluatorBase` | `evaluate(state, step)` -> any |
 # | training step  | `kd.train.TrainStep`     | `_step(state, batch)` -> pair  |
 #
-# - A summary is a metric that stands in `cfg.train_summaries`. The fields of
-#   its state collect rather than add: `concat_field` puts the arrays of all
-#   batches together, and `truncate_field` keeps the first few. Its argument
-#   `num_field` is the path of the number to keep. The path starts at the state;
-#   in the code below it leads to a field of the metric. `finalize` makes one
-#   NumPy array of the pieces. In a state, `self.parent` is the metric that made
-#   it, by calling `self.State(...)`.
-# - An init transform changes the state before training (section
-#   `loaded_weights`).
-# - An evaluator has a `writer`, for the event files in its folder. What
-#   `evaluate` returns goes to whoever calls it; `train()` does not look at it.
-# - `_step` is meant to be overridden, in spite of its name. It returns the new
-#   state and the context, where `context.loss_total` is what was minimised.
+# Here is one of each, and then one short training in which all four are at
+# work. Kauldron's parts are frozen dataclasses, and so are ours, except for the
+# evaluator: do not decorate one, its base class has made it a dataclass.
 #
-# Kauldron's parts are frozen dataclasses, so that they can be compared and
-# hashed. Decorate yours with
-# `@dataclasses.dataclass(frozen=True, kw_only=True)`, and add `eq=True` for
-# losses, metrics and summaries, `eq=False` for a training step, which is a
-# static argument of `jax.jit`. Do not decorate an evaluator: its base class has
-# made it a dataclass.
-#
-# Inside `train()` JAX refuses to move arrays between host and device unasked.
-# An evaluator therefore fetches what it needs with `jax.device_get` and goes on
-# in NumPy, as below. (For single bad batches optax has `apply_if_finite` as
-# well; it looks at the gradients, and guards nothing but parameters and
-# optimizer. The step below looks at the loss, and guards the whole state.)
+# A **summary** is a metric that stands in `cfg.train_summaries`. The fields of
+# its state collect rather than add: `concat_field` puts the arrays of all
+# batches together, and `truncate_field` keeps only the first few. How many is
+# said by the path `num_field`, which starts at the state. `parent` is the
+# metric that made the state, by calling `self.State(...)`; so the path below
+# leads to a field of the metric. `finalize` makes one NumPy array of what was
+# collected, and `compute` gets that.
 
 # %%
-@dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelImages(kd.metrics.Metric):
   """Summary: the weights of the first hidden units, as images."""
 
@@ -3146,7 +3172,7 @@ class KernelImages(kd.metrics.Metric):
   @flax.struct.dataclass
   class State(kd.metrics.AutoState["KernelImages"]):
     images: Float["n 8 8 1"] = kd.metrics.truncate_field(
-        num_field="parent.num_images")  # `parent` is the metric itself.
+        num_field="parent.num_images")
 
     def compute(self):
       return np.clip(self.images + 0.5, 0, 1)  # An image is in [0, 1].
@@ -3155,7 +3181,11 @@ class KernelImages(kd.metrics.Metric):
   def get_state(self, kernel: Float["64 n"]) -> State:
     return self.State(images=kernel.T.reshape(-1, 8, 8, 1))
 
+# %% [markdown]
+# An **init transform** gets the state before training starts, and returns
+# another one (section `loaded_weights`).
 
+# %%
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaleParams(kd.ckpts.InitTransform):
   """Multiplies all parameters by a number before training starts."""
@@ -3166,7 +3196,14 @@ class ScaleParams(kd.ckpts.InitTransform):
     scaled = jax.tree.map(lambda param: param * self.by, state.params)
     return state.replace(params=scaled)
 
+# %% [markdown]
+# An **evaluator** has a `writer`, for the event files in its folder. What
+# `evaluate` returns goes to whoever calls it; `train()` does not look at it.
+# Inside `train()` JAX refuses to move arrays between host and device unasked,
+# so an evaluator fetches what it needs with `jax.device_get` and goes on in
+# NumPy.
 
+# %%
 class LargestWeight(kd.evals.EvaluatorBase):
   """Writes the largest weight of each layer."""
 
@@ -3176,7 +3213,18 @@ class LargestWeight(kd.evals.EvaluatorBase):
                for name, layer in params.items()}
     self.writer.write_scalars(step=step, scalars=largest)
 
+# %% [markdown]
+# A **training step** is the method `_step`, which is meant to be overridden, in
+# spite of its name. It returns the new state and the context, where
+# `context.loss_total` is what was minimised. `jax.jit` takes the object as a
+# static argument and hashes it at each call; with `eq=False`, as in the base
+# class, by its identity and not field by field.
+#
+# The one below guards the whole state against batches whose loss is not finite.
+# (optax has `apply_if_finite`. That looks at the gradients, and guards nothing
+# but the parameters and the optimizer.)
 
+# %%
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class SkipBadBatches(kd.train.TrainStep):
   """A batch whose loss is not finite changes nothing but the step number."""
@@ -3188,7 +3236,11 @@ class SkipBadBatches(kd.train.TrainStep):
                         new_state, state)
     return kept.replace(step=new_state.step), context
 
+# %% [markdown]
+# For the training below there is data with a NaN in its second batch. The
+# Trainer is resolved twice, without and with our init transform and step.
 
+# %%
 def spoilt_images():
   """Returns the training images, in the second batch of 48 a NaN."""
   arrays = train_images()
@@ -3329,7 +3381,7 @@ class SignalModel(nn.Module):
             "amplitude": nn.Dense(1, name="amplitude_head")(x)}
 
 
-@dataclasses.dataclass(frozen=True, eq=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RSquared(kd.metrics.Metric):
   """1 - (mean squared error) / (variance of the targets): 1 is perfect, 0 is no
   better than always to say the mean."""

@@ -172,6 +172,11 @@ def numpy_is_not_replaced(tour, monkeypatch):
 
 
 @breaks("mock_modules")
+def functions_are_replaced_too(tour, monkeypatch):
+  monkeypatch.setattr(tour, "sgd", tour.lazy_optax.sgd)
+
+
+@breaks("mock_modules")
 def after_the_block_calls_are_recorded_too(tour, monkeypatch):
   @replaces(monkeypatch, fake_import_utils, "_mock_modules")
   @contextlib.contextmanager
