@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import kauldron_tour
+import numpy as np
 import pytest
 
 from conftest import ROOT
@@ -30,6 +31,41 @@ def test_section(tour, name):
   assert result["status"] == "PASS", result
   assert result["facts"], "it shows nothing"
   assert json.loads(json.dumps(result["facts"])) == result["facts"]
+
+
+# What `agree` must take for equal, and what it must not.
+EQUAL = {
+    "same floats": (0.1, 0.1),
+    "rounding": (np.float32(0.1), 0.1),
+    "arrays": (np.ones(3), np.float32([1, 1, 1])),
+    "tuples": ((1, 2), (1, 2)),
+}
+UNEQUAL = {
+    "other float": (0.1, 0.1001),
+    "array of the same numbers in another shape": (np.ones((3, 1)), np.ones(3)),
+    "number for an array": (1.0, np.ones(3)),
+    "not a number": (float("nan"), float("nan")),
+    "one element": (np.array([1.0, 2.0]), np.array([1.0, 2.1])),
+    "int and float": (10, 10.001),
+    "other text": ("a", "b"),
+    "shorter tuple": ((1,), (1, 2)),
+}
+
+
+@pytest.mark.parametrize("found, expected", EQUAL.values(), ids=EQUAL)
+def test_agree_takes_what_is_equal(tour, found, expected):
+  tour.agree("x", found=found, expected=expected)
+
+
+@pytest.mark.parametrize("found, expected", UNEQUAL.values(), ids=UNEQUAL)
+def test_agree_refuses_what_is_not(tour, found, expected):
+  with pytest.raises(AssertionError):
+    tour.agree("x", found=found, expected=expected)
+
+
+def test_agree_without_tolerance_refuses_rounding(tour):
+  with pytest.raises(AssertionError):
+    tour.agree("x", rtol=0, found=0.1, expected=0.1 * (1 + 1e-7))
 
 
 def differing(facts, others):
