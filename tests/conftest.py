@@ -92,14 +92,18 @@ def script(tmp_path):
   return functools.partial(run_tour, tmp_path)
 
 
+# What the tour sets before it imports JAX, for what imports JAX before the tour.
+AS_THE_TOUR = {
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TQDM_DISABLE": "1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+}
+
 # Imports what takes long, and for each job forks a process that runs a script.
 # JAX has not started yet, so this is safe.
 FORKER = """if True:
   import json, os, runpy, sys
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-  os.environ["TQDM_DISABLE"] = "1"
-  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-  os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
   import kauldron.train
   import kauldron.data.py
   for line in sys.stdin:
@@ -128,7 +132,8 @@ def forker(tmp_path_factory):
   """The process that forks, started when it is first asked for."""
   folder = tmp_path_factory.mktemp("forker")
   with subprocess.Popen(
-      [sys.executable, "-c", FORKER], cwd=folder, env=outside(folder),
+      [sys.executable, "-c", FORKER], cwd=folder,
+      env=outside(folder) | AS_THE_TOUR,
       stdin=subprocess.PIPE, stdout=subprocess.PIPE,
       stderr=subprocess.DEVNULL, text=True) as process:
     yield process

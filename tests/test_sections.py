@@ -11,6 +11,7 @@ import kauldron_tour
 import numpy as np
 import pytest
 
+from conftest import AS_THE_TOUR
 from conftest import ROOT
 from conftest import SCRIPT
 from conftest import outside
@@ -85,6 +86,7 @@ DRIVER = """if True:
   import json, os, sys
   sys.path.insert(0, sys.argv[1])
   import kauldron.train
+  import kauldron.data.py
   for names in json.loads(sys.argv[2]):
     if os.fork():
       os.wait()
@@ -102,7 +104,7 @@ def results_of(jobs, folder):
   """Returns the results of all sections, in the order in which they ran."""
   process = subprocess.run(
       [sys.executable, "-c", DRIVER, ROOT, json.dumps(jobs)],
-      env=outside(folder) | {"JAX_NUM_CPU_DEVICES": "2"},
+      env=outside(folder) | AS_THE_TOUR | {"JAX_NUM_CPU_DEVICES": "2"},
       capture_output=True, text=True, check=False)
   lines = re.findall("^RESULT (.*)$", process.stdout, re.MULTILINE)
   assert len(lines) == sum(map(len, jobs)), process
