@@ -570,9 +570,14 @@ def config_errors():
     cfg.momentum = "high"
   show('cfg.momentum = "high"', caught.exception)
   with raises(ValueError, "only accept other configurables") as caught:
-    cfg.accumulator_dtype = np.ones(3)  # Any field would refuse an array.
-  show("cfg.accumulator_dtype = np.ones(3)", caught.exception)
+    cfg.momentum = np.ones(3)
+  show("cfg.momentum = np.ones(3)", caught.exception)
   agree("momentum", still=cfg.momentum, as_it_was=0.9)
+
+  schedule = lazy_optax.cosine_decay_schedule(init_value=0.1, decay_steps=100)
+  with raises(TypeError, "decay_steps") as caught:
+    schedule.decay_steps = 99.5
+  show("schedule.decay_steps = 99.5", caught.exception)
 
   # Some other types are taken.
   cfg.learning_rate = 1

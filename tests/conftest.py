@@ -92,7 +92,7 @@ def script(tmp_path):
   return functools.partial(run_tour, tmp_path)
 
 
-# What the tour sets before it imports JAX, for what imports JAX before the tour.
+# What the tour sets before it imports JAX, for those that import it first.
 AS_THE_TOUR = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TQDM_DISABLE": "1",

@@ -207,11 +207,16 @@ def a_recorded_number_is_lost(tour, monkeypatch):
 
 
 @breaks("config_errors")
-def any_type_is_accepted(tour, monkeypatch):
+def a_text_in_place_of_a_float_is_dropped(tour, monkeypatch):
+  _is_not_set(monkeypatch, "high")
+
+
+@breaks("config_errors")
+def a_float_becomes_an_int(tour, monkeypatch):
   @replaces(monkeypatch, konfig.ConfigDict, "__setattr__")
-  def forgiving(original, cfg, name, value):
-    with contextlib.suppress(TypeError):
-      original(cfg, name, value)
+  def rounding_down(original, cfg, name, value):
+    is_large = isinstance(value, float) and value > 1
+    original(cfg, name, int(value) if is_large else value)
 
 
 @breaks("config_errors")
