@@ -410,8 +410,9 @@ def where_we_are():
   for name, fault in PATCHES.items():
     print(f"  {name} was mended: {fault}")
 
-  # With some versions of JAX and of etils, a library of helpers, this fails,
-  # unless it was mended. It is how Kauldron notes an array's shape and dtype.
+  # Kauldron notes the shape and dtype of an array as an `ArraySpec`, a class of
+  # etils, which is a library of helpers. With some versions of JAX and etils
+  # making one fails, unless that was mended above.
   spec = enp.ArraySpec.from_array(jnp.zeros((2, 3), jnp.float32))
   agree("an array as etils describes it", shape=spec.shape, expected=(2, 3))
 
@@ -1246,35 +1247,7 @@ def logits_by_hand(params, image):
 #
 # Here is the whole experiment. `get_config` is what a config file defines, and
 # every later section starts from it. Our own classes are named through
-# `lazy_tour`, a stand-in for this very file.
-#
-# Some of it needs a word:
-#
-# - `Trainer()` is recorded with some fields filled in already, defaults that
-#   Kauldron has registered. Hence the config that is printed below has `evals`
-#   and `setup`, which nobody has written.
-# - `workdir`, where a run writes, is still to be set. It is `None` until then,
-#   and the config cannot be resolved. Give an absolute path: with a relative
-#   one the whole run is trained, no checkpoint is written, and it ends with an
-#   error ("should be absolute").
-# - `num_train_steps=100` takes steps 0 to 100, so it takes 101 of them. (Later
-#   runs are ended early with `stop_after_steps=11`, which takes 11.)
-# - Losses and metrics are logged every `log_metrics_every` steps, summaries
-#   (images, histograms) every `log_summaries_every`. The step is compiled once
-#   for each combination (with or without metrics, summaries), so equal numbers
-#   save time.
-# - A checkpoint labelled 90 holds the state *before* step 90. They are saved at
-#   steps 0, 30, 60 and 90, and the last three are kept. So steps 90 to 100 are
-#   in no checkpoint. With `num_train_steps` a multiple of `save_interval_steps`
-#   only the very last step is lost.
-# - By default, except in a notebook, the profiler traces from step 10 on, for
-#   at least five steps and three seconds, and again every hour. A run that ends
-#   during a trace leaves it running, and the next one logs an error. `None`
-#   switches it off.
-#
-# Beside event files and checkpoints a run writes its config, the shapes of a
-# batch (`element_spec.json`), and at its end `train_complete.txt`, for
-# evaluation in another process (section `evaluators`).
+# `lazy_tour`, a stand-in for this very file. What needs a word stands below it.
 
 # %%
 with konfig.imports():
@@ -1321,17 +1294,45 @@ def get_config():
   return cfg
 
 # %% [markdown]
-# A run writes numbers into event files, for TensorBoard. This reads them back;
+# Some of that needs a word:
+#
+# - `Trainer()` is recorded with some fields filled in already, defaults that
+#   Kauldron has registered. Hence the config that is printed below has `evals`
+#   and `setup`, which nobody has written.
+# - `workdir`, where a run writes, is still to be set. It is `None` until then,
+#   and the config cannot be resolved. Give an absolute path: with a relative
+#   one the whole run is trained, no checkpoint is written, and it ends with an
+#   error ("should be absolute").
+# - `num_train_steps=100` takes steps 0 to 100, so it takes 101 of them. (Later
+#   runs are ended early with `stop_after_steps=11`, which takes 11.)
+# - Losses and metrics are logged every `log_metrics_every` steps, summaries
+#   (images, histograms) every `log_summaries_every`. The step is compiled once
+#   for each combination (with or without metrics, summaries), so equal numbers
+#   save time.
+# - A checkpoint labelled 90 holds the state *before* step 90. They are saved at
+#   steps 0, 30, 60 and 90, and the last three are kept. So steps 90 to 100 are
+#   in no checkpoint. With `num_train_steps` a multiple of `save_interval_steps`
+#   only the very last step is lost.
+# - By default, except in a notebook, the profiler traces from step 10 on, for
+#   at least five steps and three seconds, and again every hour. A run that ends
+#   during a trace leaves it running, and the next one logs an error. `None`
+#   switches it off.
+#
+# Beside event files and checkpoints a run writes its config, the shapes of a
+# batch (`element_spec.json`), and at its end `train_complete.txt`, for
+# evaluation in another process (section `evaluators`).
+#
+# The numbers go into event files, for TensorBoard. This reads them back;
 # section `event_files` says more about them.
 
 # %%
-def read_events(workdir, tag, collection="train"):
+def read_events(workdir, tag, folder="train"):
   """Returns the steps and the values that a run wrote under a tag."""
   from tensorboard.backend.event_processing import event_accumulator
   from tensorboard.util import tensor_util
   keep_all = {"tensors": 0}  # By default it keeps ten of each.
   events = event_accumulator.EventAccumulator(
-      os.path.join(workdir, collection), size_guidance=keep_all)
+      os.path.join(workdir, folder), size_guidance=keep_all)
   events.Reload()
   steps = []
   values = []
@@ -1901,8 +1902,7 @@ def inner_layer():
   steps, histograms = read_events(cfg.workdir, "summaries/layer")
   left, right, count = np.array(histograms[0]).T
   expected_count, edges = np.histogram(encoded, bins=30)
-  agree("histogram, left edges", logged=left, by_hand=edges[:-1])
-  agree("histogram, right edges", logged=right, by_hand=edges[1:])
+  agree("histogram, edges", logged=np.append(left, right[-1]), by_hand=edges)
   off_by = int(np.abs(count - expected_count).max())
   show("histogram, counts differ from NumPy's by at most", off_by)
   assert off_by <= 1, count  # A value on an edge may be counted on either side.
@@ -2200,7 +2200,6 @@ def resumed_run():
 
   def stop_and_resume(cfg, data):
     """Trains to step 10, and from there to the end as a new process would."""
-    cfg.workdir = new_workdir("resumed")
     cfg.stop_after_steps = 11  # One step after the checkpoint of step 10.
     stopped, _ = konfig.resolve(cfg).train()
     agree(f"{data}, steps taken before the stop", found=int(stopped.step),
@@ -2222,6 +2221,7 @@ def resumed_run():
   cfg.workdir = new_workdir("uninterrupted")
   cfg.stop_after_steps = FEW_STEPS
   uninterrupted, _ = konfig.resolve(cfg).train()
+  cfg.workdir = new_workdir("resumed")
   resumed = stop_and_resume(cfg, "PyGrain")
   agree("PyGrain, steps in all", resumed=int(resumed.step),
         uninterrupted=int(uninterrupted.step))
@@ -2230,6 +2230,7 @@ def resumed_run():
 
   # In memory it ends elsewhere than a run without an interruption.
   cfg.train_ds = in_memory
+  cfg.workdir = new_workdir("resumed_in_memory")
   resumed = stop_and_resume(cfg, "in memory")
   trainer = konfig.resolve(cfg)
   state = take_steps(trainer, trainer.init_state(), FEW_STEPS)
@@ -2543,8 +2544,9 @@ def loaded_weights():
 #
 # A name may be of several parts: `"head.kernel"`. One with a star, a bracket, a
 # bar or another such sign in it is taken for a regular expression; a dot alone
-# does not make it one. (Avoid the bar. It cuts the whole pattern in two, of
-# which one end is open: `"encoder|head"` also moves `my_head`.)
+# does not make it one. (Put alternatives in parentheses, `"(encoder|head)"`.
+# Without them `"encoder|head"` names any part that begins with `encoder` or
+# ends with `head`, so `my_head` moves too.)
 #
 # Frozen are parameters only: the running statistics of a frozen `nn.BatchNorm`
 # go on moving, unless the layer is told to use them as they are
@@ -2879,14 +2881,15 @@ def several_processes():
 # also train with this exporter, export after `train()`, which would overwrite
 # yours.
 #
-# The file runs on as many devices as there were, of the kinds that `platforms`
-# names; for one device, export in a process that has one. The size of the batch
-# stays open, for which the model must write `image.shape[0]` where it might
-# have said `len(image)`. Do not export a model that has other collections than
-# parameters, such as the running statistics of `nn.BatchNorm`: in Kauldron
-# 1.4.2 to 1.4.4 the file has those of an untrained model, and says nothing. (If
-# you use `kd.export` before anything else has imported `kd.train`, import that
-# first: the import is circular.)
+# The file runs on as many devices as the process had that exported it, of the
+# kinds that `platforms` names. For one device, export in a process that has
+# one. (The tour has two, for section `sharding`, and so must the program
+# below.) The size of the batch stays open, for which the model must write
+# `image.shape[0]` where it might have said `len(image)`. Do not export a model
+# that has other collections than parameters, such as the running statistics of
+# `nn.BatchNorm`: in Kauldron 1.4.2 to 1.4.4 the file has those of an untrained
+# model, and says nothing. (If you use `kd.export` before anything else has
+# imported `kd.train`, import that first: the import is circular.)
 #
 # Here is the program that uses the file. It needs JAX and NumPy, and is run in
 # a process of its own. `exported.call` takes the parameters, a key for models
@@ -2929,7 +2932,7 @@ def exported_model():
   cfg.exporter = lazy_kd.export.JaxModelExporter(
       name="model", platforms=["cpu"])
   trainer = konfig.resolve(cfg)
-  state = trainer.init_state()
+  state = trainer.init_state()  # Yours comes from `train()` or a checkpoint.
   trainer.exporter.export(
       model=trainer.model, state=state,
       element_spec=trainer.train_ds.element_spec, is_training=False)
