@@ -3537,9 +3537,11 @@ def own_experiment():
   agree("R squared of the amplitude",
         kauldron=values.metric_values["metrics/amplitude"],
         by_hand=1 - np.mean(errors ** 2) / targets.var())
-  agree("loss of the amplitude, with its weight",
-        kauldron=values.loss_values["losses/amplitude"],
-        by_hand=4 * np.mean(errors ** 2))
+  losses = values.loss_values
+  agree("loss of the amplitude, with its weight of 4",
+        kauldron=losses["losses/amplitude"], by_hand=4 * np.mean(errors ** 2))
+  agree("what is minimised", total=losses["losses/total"],
+        sum_of_both=losses["losses/frequency"] + losses["losses/amplitude"])
 
 # %% [markdown]
 # From here: change one line of the config and train again (section `sweep`),

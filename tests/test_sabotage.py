@@ -1919,6 +1919,16 @@ def a_metric_of_two_heads_is_scaled(tour, monkeypatch):
 
 
 @breaks("own_experiment")
+def the_total_is_a_mean(tour, monkeypatch):
+  @replaces(monkeypatch, kd.train.AuxiliariesState, "compute")
+  def mean(original, self, **kwargs):
+    values = original(self, **kwargs)
+    if "losses/total" in values.loss_values:
+      values.loss_values["losses/total"] /= len(values.loss_values) - 1
+    return values
+
+
+@breaks("own_experiment")
 def a_loss_has_no_weight(tour, monkeypatch):
   monkeypatch.setattr(
       kd.losses.Loss, "get_weight", lambda self, step=None: jnp.asarray(1.0))
