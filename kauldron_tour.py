@@ -906,23 +906,28 @@ def shapes_elsewhere():
   square = np.ones((5, 5))
   key = jax.random.key(SEED)
 
+  def first_line(caught):
+    return str(caught.exception).strip().partition("\n")[0]
+
   # A dataclass: the first is right, also with integers as its mean.
-  Noise(mean=np.zeros(5, int), scale=row, key=key)
+  noise = Noise(mean=np.zeros(5, int), scale=row, key=key)
+  show("a mean of integers is accepted", noise.mean.tolist())
   with raises(kt.KTypeCheckError, "'scale'") as caught:
     Noise(mean=row, scale=row[:2], key=key)
-  show("a shorter scale", str(caught.exception).strip().partition("\n")[0])
-  with raises(kt.KTypeCheckError, "'mean'"):
+  show("a shorter scale", first_line(caught))
+  with raises(kt.KTypeCheckError, "'mean'") as caught:
     Noise(mean=np.zeros(5, bool), scale=row, key=key)
-  with raises(kt.KTypeCheckError, "'key'"):
+  show("a mean of booleans", first_line(caught))
+  with raises(kt.KTypeCheckError, "'key'") as caught:
     Noise(mean=row, scale=row, key=3)
+  show("a number as key", first_line(caught))
 
   # Trees: two arrays need two scales.
   total = total_norms([square, square[:, :4]], [row, row])
   agree("total of the norms", found=total, by_hand=(np.sqrt(5) + 2) * row)
   with raises(kt.KTypeCheckError, "structure") as caught:
     total_norms([square], [row, row])
-  show("one array, two scales",
-       str(caught.exception).strip().partition("\n")[0])
+  show("one array, two scales", first_line(caught))
 
   # Names inside a block. A new one is calculated from another.
   with kt.typechecked():
@@ -931,12 +936,17 @@ def shapes_elsewhere():
     agree("n", found=kt.dim["n"], expected=8)
     kt.dim["half"] = kt.dim["n"] // 2
     agree('kt.shape("*b half")', found=kt.shape("*b half"), expected=(3, 4))
-    assert kt.isinstance(np.ones((3, 4)), Float["*b half"])
-    assert not kt.isinstance(np.ones((3, 5)), Float["*b half"])
+    agree("a (3, 4) is a *b half",
+          found=kt.isinstance(np.ones((3, 4)), Float["*b half"]),
+          expected=True)
+    agree("a (3, 5) is a *b half",
+          found=kt.isinstance(np.ones((3, 5)), Float["*b half"]),
+          expected=False)
 
   # After the block the names stand for nothing.
-  with raises(kt.NoActiveScopeError, "No active scope"):
+  with raises(kt.NoActiveScopeError, "No active scope") as caught:
     kt.dim["n"]
+  show("after the block", first_line(caught).partition(".")[0])
 
 # %% [markdown]
 # ## A loss is values, a mask and a weight
@@ -2050,7 +2060,7 @@ class Scale(kd.data.ElementWiseTransform):
   by: float
 
   def map_element(self, element):
-    return element * np.float32(self.by)
+    return element * self.by
 
 
 def with_copy(example):
@@ -2547,6 +2557,9 @@ def loaded_weights():
 # does not make it one. (Put alternatives in parentheses, `"(encoder|head)"`.
 # Without them `"encoder|head"` names any part that begins with `encoder` or
 # ends with `head`, so `my_head` moves too.)
+#
+# (Do not take `optax.masked` for it. That applies an optimizer to some of the
+# parameters, and hands on the gradients of the others as their updates.)
 #
 # Frozen are parameters only: the running statistics of a frozen `nn.BatchNorm`
 # go on moving, unless the layer is told to use them as they are

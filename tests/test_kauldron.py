@@ -2114,6 +2114,14 @@ def test_exclude_is_the_opposite(pattern):
   assert left == {path: not value for path, value in selected.items()}
 
 
+def test_optax_masked_hands_gradients_on():
+  params = {"a": np.ones(2), "b": np.ones(2)}
+  optimizer = optax.masked(optax.sgd(0.1), kd.optim.select("a"))
+  updates, _ = optimizer.update(params, optimizer.init(params), params)
+  np.testing.assert_allclose(updates["a"], [-0.1, -0.1], rtol=1e-6)
+  np.testing.assert_allclose(updates["b"], params["b"])
+
+
 def test_several_patterns_select_what_any_does():
   mask = kd.optim.select(["head_a", "my_head"])(PARAMS)
   assert not any(mask["encoder"].values())
