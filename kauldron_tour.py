@@ -32,13 +32,12 @@
 # CPU in less than a minute, with synthetic data; no result here says anything
 # about how good a model is.
 #
-# Every section but the first makes one claim, its title. It first does what you
-# would type, and shows what comes out; then, where there is something to
-# compare with, it gets the same result another way (NumPy by hand, plain JAX, a
-# second run). What the text says beyond that, the project's tests check. What
-# passes is true of the versions that you have installed. The text refers to a
-# section by the name of its function, which stands in the line that ends its
-# output.
+# Nearly every section makes one claim, its title. It first does what you would
+# type, and shows what comes out; then, where there is something to compare
+# with, it gets the same result another way (NumPy by hand, plain JAX, a second
+# run). What the text says beyond that, the project's tests check. What passes
+# is true of the versions that you have installed. The text refers to a section
+# by the name of its function, which stands in the line that ends its output.
 #
 # Four helpers occur everywhere:
 #
@@ -403,7 +402,8 @@ def where_we_are():
     name = module.__name__
     installed = importlib.metadata.version(name)
     agree(name, imported=module.__version__, installed=installed)
-  print(f"  kauldron: installed {importlib.metadata.version('kauldron')}")
+  for name in ("kauldron", "orbax-checkpoint", "grain", "etils"):
+    print(f"  {name}: installed {importlib.metadata.version(name)}")
 
   show("devices", " ".join(str(device) for device in jax.devices()))
   show("patches", ", ".join(PATCHES) or "none")
@@ -515,8 +515,9 @@ def config_tree():
 #   a name that was imported with `from optax import sgd`, and for a class that
 #   you have defined in the notebook itself; a config refuses what they return
 #   (next section). Put such a class into a file, and import that as a module.
-# - A module that was imported inside a function stays a stand-in there after
-#   the block (with Python 3.11 and 3.12). Import at the top level.
+# - If the block stands in a function, and a module was imported in that same
+#   function, the module stays a stand-in after the block (with Python 3.11 and
+#   3.12). So import at the top level.
 #
 # As a rule: `imports()` in a file of configs, `mock_modules()` in a notebook.
 
@@ -559,8 +560,8 @@ def mock_modules():
 # But a misspelt argument is found only when the call is made, by
 # `konfig.resolve`.
 #
-# `cfg | {...}` is a copy with other arguments. (The next section says for which
-# configs it is not.)
+# `cfg | {...}` is a copy with other arguments. (Not of a config with
+# references, which the next section is about.)
 
 # %%
 @section("A wrong type is refused at once, a wrong name when resolved")
@@ -1050,8 +1051,10 @@ def custom_loss():
   assert np.isnan(value), value
 
   # A label of the wrong shape is refused, instead of being broadcast.
-  with raises(kt.KTypeCheckError, "argument labels"):
+  with raises(kt.KTypeCheckError, "argument labels") as caught:
     loss.get_values(logits=logits, labels=labels[:, 0])
+  show("labels without their last axis",
+       str(caught.exception).strip().partition("\n")[0])
 
 # %% [markdown]
 # ## A metric is a state that merges
@@ -1061,13 +1064,14 @@ def custom_loss():
 # cannot simply be averaged. A metric of Kauldron therefore gives no number for
 # a batch, but a *state* that can be merged with others. There are four stages:
 #
-# 1. `get_state` makes the state of one batch. It runs inside the jitted step,
-# and gets its arguments as the `get_values` of a loss does. 2. The states are
-# merged: in an evaluator those of all its batches. In training nothing is
-# merged; what is logged is the metric of one batch. 3. `finalize` puts NumPy
-# arrays in the place of JAX's, and puts together what was collected. It is
-# seldom overridden. 4. `compute` makes a number of the merged state. It runs
-# outside `jit`, so shapes in it may depend on values.
+# - `get_state` makes the state of one batch. It runs inside the jitted step,
+#   and gets its arguments as the `get_values` of a loss does.
+# - The states are merged: in an evaluator those of all its batches. In training
+#   nothing is merged; what is logged is the metric of one batch.
+# - `finalize` puts NumPy arrays in the place of JAX's, and puts together what
+#   was collected. It is seldom overridden.
+# - `compute` makes a number of the merged state. It runs outside `jit`, so
+#   shapes in it may depend on values.
 #
 # You write the first and the last. `get_state` is a method of your metric,
 # `compute` one of the class of its states, which stands inside the metric and
@@ -1325,8 +1329,8 @@ def get_config():
 #   only the very last step is lost.
 # - By default, except in a notebook, the profiler traces from step 10 on, for
 #   at least five steps and three seconds, and again every hour. A run that ends
-#   during a trace leaves it running, and the next one logs an error. `None`
-#   switches it off.
+#   during a trace leaves it running, and the next one logs an error.
+#   `cfg.profiler = None` switches it off.
 #
 # Beside event files and checkpoints a run writes its config, the shapes of a
 # batch (`element_spec.json`), and at its end `train_complete.txt`, for
@@ -1422,10 +1426,12 @@ def real_trainer():
 # - `metrics/NAME`; `schedules/NAME`, for what stands in `cfg.schedules`;
 #   `perf_stats/NAME`, how fast it goes;
 # - `summaries/NAME`. What a summary computes decides what it becomes: floats of
-#   shape (n, h, w, c) with c = 1 or 3 an image, a string a text.
+#   shape (n, h, w, c) with c = 1 or 3 an image, a string a text. (For
+#   histograms there is `kd.summaries.HistogramSummary`, see section
+#   `inner_layer`.)
 #
-# Once, at the start, come the config, a table of the parameters, the shapes of
-# a batch, and a table of all paths.
+# Once, at the start, come four texts: `config`, a table of the `parameters`,
+# the shapes of a batch (`element_spec`) and of all paths (`context_spec`).
 #
 # From here on most runs are short. `stop_after_steps=11` ends a run before step
 # 11 and leaves `num_train_steps` alone, on which the schedule depends.
@@ -1481,10 +1487,10 @@ def event_files():
 # has no checkpointer either, and so saves nothing.)
 #
 # At its end the section prints the fields of three classes, so that you need
-# not look them up: with its default, or the class of its default; a bare name
-# must be given. `cfg.workdir` and the like stand for a field of the Trainer,
-# from which the default is taken. Most fields come up in a section of their
-# own. The others:
+# not look them up, with the default or its class. `cfg.workdir` and the like
+# stand for a field of the Trainer, from which the default is taken. (The
+# default of the Trainer's own `workdir` is a path that it refuses.) Most fields
+# of the Trainer come up in a section of their own. The others:
 #
 # - `checkify_error_categories` compiles checks into the step, those of
 #   `jax.experimental.checkify`. With `checkify.float_checks` a training ends
@@ -1503,7 +1509,7 @@ def distance(tree, other):
 
 
 def fields_of(part):
-  """Returns the public fields of a dataclass and their defaults, as text."""
+  """Returns a dataclass's public fields and their defaults, a line each."""
   fields = []
   for field in dataclasses.fields(part):
     if field.name.startswith("_"):
@@ -1513,14 +1519,14 @@ def fields_of(part):
       default = field.default_factory()
     of_trainer = re.fullmatch(r"_FakeRootCfg\('(.*)'\)", str(default))
     if default is dataclasses.MISSING:
-      fields.append(field.name)
+      fields.append(f"{field.name} (must be given)")
     elif isinstance(default, (bool, int, float, str, type(None))):
-      fields.append(f"{field.name}={default}")
+      fields.append(f"{field.name} = {default}")
     elif of_trainer:
-      fields.append(f"{field.name}={of_trainer[1]}")
+      fields.append(f"{field.name} = {of_trainer[1]}")
     else:
-      fields.append(f"{field.name}={type(default).__name__}()")
-  return ", ".join(fields)
+      fields.append(f"{field.name} = {type(default).__name__}(...)")
+  return "\n".join(fields)
 
 
 @section("A Trainer needs no config")
@@ -1873,8 +1879,9 @@ def inner_layer():
   wrong = get_config()
   wrong.workdir = cfg.workdir
   wrong.train_metrics = {"norm": lazy_kd.metrics.Norm(tensor="interms.encodr")}
-  with raises(KeyError, "interms.encodr"):
+  with raises(KeyError, "interms.encodr") as caught:
     konfig.resolve(wrong).context_specs  # noqa: B018
+  show("a wrong key", caught.exception.args[0])
 
   # By hand: the first step, with the parameters before their update.
   state = trainer.init_state()
@@ -1928,12 +1935,12 @@ def inner_layer():
 # %% [markdown]
 # ## A sweep changes one entry of the config at a time
 #
-# A sweep is a dict for each variant, which maps paths in the config to what
-# should stand there. Written so, a variant *is* its difference from the base. A
-# plain loop does the rest: it makes the config anew, sets what the variant
-# changes, and trains. (Kauldron's own launcher, which needs Google's cluster
-# software, gets the same dicts one by one from a generator function in the
-# config file, called `sweep`.)
+# Each variant of a sweep is a dict that maps paths in the config to what should
+# stand there. Written so, a variant *is* its difference from the base. A plain
+# loop does the rest: it makes the config anew, sets what the variant changes,
+# and trains. (Kauldron's own launcher, which needs Google's cluster software,
+# gets the same dicts one by one from a generator function in the config file,
+# called `sweep`.)
 #
 # The last variant below changes the optimizer, whole. (The schedule is still
 # logged then, though nothing uses it.) Mind the spelling: if the last part of a
@@ -2192,9 +2199,10 @@ def data_files():
 #   ends as if it had never been interrupted.
 #
 # To resume, start the same command once more. For the same reason a new
-# experiment needs a new work directory. In a notebook call `train()` again. (To
-# restore a state by hand, as below, resolve the config anew. A Trainer that has
-# trained itself cannot: its checkpointer fails with "Must provide `args`".)
+# experiment needs a new work directory. In a notebook call `train()` again; the
+# same Trainer will do. (But to restore a state by hand, as below, resolve the
+# config anew: once `train()` has run, the checkpointer of that Trainer fails
+# with "Must provide `args`".)
 #
 # Here `stop_after_steps` stands for the power cut. (A real one may leave a
 # folder `ckpt_20.orbax-checkpoint-tmp` behind, which does no harm.)
@@ -2265,8 +2273,8 @@ def resumed_run():
 # steps, or once. At step 4 that is the state after four steps, before step 4.
 # It has the losses, metrics and summaries of training unless it is given others
 # (its fields `losses`, `metrics`, `summaries`; `metrics={}` for none), and
-# writes under its own name. It sees no gradients. Its data is `cfg.eval_ds`, or
-# its own `ds`.
+# writes into a folder of its own name, the key in `cfg.evals`. It sees no
+# gradients. Its data is `cfg.eval_ds`, or its own `ds`.
 #
 # Either its data ends (`num_epochs=1`), or the evaluator must be told when to
 # stop (`num_batches=5`). An `InMemoryPipeline` drops what does not fill a
@@ -2342,9 +2350,15 @@ def evaluators():
 # one, put it among the metrics as well. The evaluator must run whenever a
 # checkpoint is saved, at step 0 too: a checkpoint without the metric makes the
 # choice end in a KeyError, and so does a metric that is misspelt, but not
-# before there are more checkpoints than `max_to_keep`. `train()` still returns
-# the last state. A resumed run goes on from the newest checkpoint that was
-# kept, however old that is.
+# before there are more checkpoints than `max_to_keep`.
+# (`never_save_step_zero=True` does not help: then the first checkpoint is that
+# of step 1.) `train()` still returns the last state. A resumed run goes on from
+# the newest checkpoint that was kept, however old that is. If several are kept,
+# `restore(state, step=step)` takes the one that you name.
+#
+# Two other fields: `keep_period=1000` keeps each checkpoint whose step is a
+# multiple of 1000, whatever becomes of the others, and `save_on_steps=[5]`
+# saves at step 5 as well.
 #
 # To have a run that gets worse again, the learning rate doubles at each step.
 # (On a larger scale that is how one finds out which rate a model can take.)
@@ -2394,7 +2408,8 @@ def best_checkpoint():
 # weights of another (the next section) would first load those once more, and
 # they may be gone.
 #
-# If you train a changed config in the same directory, it resumes:
+# If you train a changed config in the same directory, it tries to resume:
+#
 # - It fails if the parameters, the collections or the optimizer's state now
 #   have another structure or shape; and with PyGrain after a change of
 #   `num_workers`, or if the data was an `InMemoryPipeline` before.
@@ -2464,6 +2479,12 @@ class NewTask(nn.Module):
     return {"logits": nn.Dense(2, use_bias=False, name="new_head")(x)}
 
 
+def new_task_images():
+  """Returns the training images with labels of a new task, 0 and 1."""
+  arrays = train_images()
+  return {**arrays, "label": arrays["label"] // 2}
+
+
 @section("Trained weights are loaded into a new run")
 def loaded_weights():
   """A new run starts with the parameters that another one saved last."""
@@ -2527,6 +2548,7 @@ def loaded_weights():
 #
 #     def get_finetuning_config():
 #       cfg = get_config()
+#       cfg.train_ds.loader = lazy_tour.new_task_images
 #       cfg.model = lazy_tour.NewTask(image="batch.image")
 #       cfg.init_transform = lazy_kd.ckpts.SimpleCheckpointLoader(
 #           workdir="/where/the/first/run/is")
@@ -2615,12 +2637,16 @@ def frozen_weights():
 # ## Several small batches make one large step
 #
 # Where a batch does not fit into memory, `optax.MultiSteps` averages the
-# gradients of several smaller ones before the optimizer moves. Kauldron needs
-# nothing for that. But Kauldron's step number still counts batches: below,
-# eight batches of 12 make two moves. A schedule inside `MultiSteps` counts
-# moves, so it has to end after a quarter of `num_train_steps`; and what is
-# logged of it counts batches, and is not the rate that was used. A loss with a
-# mask is averaged batch by batch, which is not the mean of all that counts.
+# gradients of several smaller ones before the optimizer moves. The optimizer of
+# the config is wrapped in it, and nothing else changes. Three things to mind:
+#
+# - Kauldron's steps still count batches: below, eight batches of 12 make two
+#   moves.
+# - A schedule inside `MultiSteps` counts moves. With 400 batches, of which four
+#   make a move, it has to end after 100. What is logged of it counts batches,
+#   and is not the rate that was used.
+# - A loss with a mask is averaged batch by batch, which is not the mean of all
+#   that counts.
 
 # %%
 @section("Several small batches make one large step")
@@ -2664,8 +2690,9 @@ def large_batches():
 # largest axis that can be divided: a device holds a part, and JAX moves what a
 # computation needs. Arrays of 4 MB or less are copied all the same unless you
 # say otherwise; so are scalars, and arrays of which no axis can be divided by
-# the number of devices. The optimizer's state is whole at first and follows
-# after one step, or is divided from the start by a second argument:
+# the number of devices. With `params=` alone the optimizer's state is whole at
+# first, and divided after one step, since it is computed from what is divided.
+# A second argument divides it from the start:
 #
 #     cfg.sharding = lazy_kd.sharding.ShardingStrategy(
 #         params=lazy_kd.sharding.FSDPSharding(),
@@ -2737,7 +2764,7 @@ def sharding():
   show("how far training moved the parameters", distance(
       jax.device_get(untrained.params), jax.device_get(divided.params)))
   far = distance(jax.device_get(copied.params), jax.device_get(divided.params))
-  print(f"  distance between copied and divided: {far:.1g}")
+  print(f"  distance between copied and divided: {far:.0e}")
   assert far < 1e-6, far
 
   # The sharding of our own, seen without training.
@@ -3017,7 +3044,7 @@ def random_streams():
   cfg = get_config()
   cfg.workdir = new_workdir("random_streams")
   cfg.model = lazy_tour.Noisy(image="batch.image")
-  cfg.rng_streams = lazy_kd.train.RngStreams(
+  cfg.rng_streams = lazy_kd.train.RngStreams(  # Added to the other two.
       [lazy_kd.train.RngStream("noise", eval=True)])
   cfg.train_losses = {}  # Nothing is learnt here.
   cfg.train_metrics = {}
@@ -3052,6 +3079,8 @@ def random_streams():
   state = trainer.init_state()
   evaluated = trainer.evals["here"].evaluate(state=state, step=0)
   eval_means = evaluated.compute().metric_values
+  evaluated = trainer.evals["here"].evaluate(state=state, step=1)
+  next_eval_means = evaluated.compute().metric_values
   (batch,) = trainer.train_ds.take(1).device_put(trainer.sharding.batch)
   _, aux = trainer.trainstep.step(
       state, batch, return_losses=True, return_metrics=True)
@@ -3081,9 +3110,8 @@ def random_streams():
   eval_1 = apply(streams.eval_rngs(1), is_training=False)
   agree("mean noise in evaluation", evaluated=eval_means["metrics/noise"],
         by_apply=np.mean([eval_0["noise"], eval_1["noise"]]))
-  evaluated = trainer.evals["here"].evaluate(state=state, step=1)
   agree("mean noise of another evaluation", rtol=0,
-        found=evaluated.compute().metric_values["metrics/noise"],
+        found=next_eval_means["metrics/noise"],
         as_before=eval_means["metrics/noise"])
 
   # In training a quarter is dropped, and the rest scaled up.
@@ -3239,7 +3267,8 @@ class LargestWeight(kd.evals.EvaluatorBase):
 # spite of its name. It returns the new state and the context, where
 # `context.loss_total` is what was minimised. `jax.jit` takes the object as a
 # static argument and hashes it at each call; with `eq=False`, as in the base
-# class, by its identity and not field by field.
+# class, by its identity. Otherwise it would hash all fields, model and
+# optimizer among them.
 #
 # The one below guards the whole state against batches whose loss is not finite.
 # (optax has `apply_if_finite`. That looks at the gradients, and guards nothing

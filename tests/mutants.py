@@ -59,6 +59,8 @@ from proofs import OutOfTime
 from proofs import time_limit
 import pytest
 
+import kauldron_tour as tour
+
 TESTS = pathlib.Path(__file__).parent
 RECORD = TESTS / "mutants.txt"
 PACKAGES = pathlib.Path(kauldron.__file__).parents[1]
@@ -651,6 +653,11 @@ def a_loss_is_no_loss(monkeypatch):
 @noticed_by("test_summary_is_a_metric")
 def a_summary_is_no_metric(monkeypatch):
   monkeypatch.setattr(kd.summaries, "ShowTexts", object)
+
+
+@noticed_by("test_quoted_config_for_finetuning")
+def a_new_task_has_the_old_labels(monkeypatch):
+  monkeypatch.setattr(tour, "new_task_images", tour.train_images)
 
 
 @noticed_by("test_public_name")

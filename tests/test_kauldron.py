@@ -1936,8 +1936,45 @@ def test_quoted_config_for_finetuning(run):
   params = konfig.resolve(cfg).init_state().params
   encoder = run.states[10].params["encoder"]
   moves = konfig.resolve(cfg.optimizer.mask)(params)
+  labels = konfig.resolve(cfg.train_ds).loader()["label"]
+  assert set(labels.ravel()) == {0, 1}  # The new head has two outputs.
   assert tour.distance(params["encoder"], encoder) == 0
   assert moves == {"encoder": {"kernel": False}, "new_head": {"kernel": True}}
+
+
+KEPT = {  # Fields of the checkpointer -> steps with a checkpoint at the end.
+    "max_to_keep": (dict(max_to_keep=1), [6]),
+    "keep_period": (dict(max_to_keep=1, keep_period=4), [0, 4, 6]),
+    "save_on_steps": (dict(max_to_keep=9, save_on_steps=[3]), [0, 2, 3, 4, 6]),
+    "never_save_step_zero": (
+        dict(max_to_keep=9, never_save_step_zero=True), [1, 2, 4, 6]),
+}
+
+
+@pytest.mark.parametrize("fields, steps", KEPT.values(), ids=KEPT)
+def test_steps_with_a_checkpoint(tmp_path, fields, steps):
+  cfg = tour.get_config()
+  cfg.workdir = str(tmp_path)
+  cfg.writer = None
+  cfg.stop_after_steps = 7
+  cfg.checkpointer = lazy_kd.ckpts.Checkpointer(save_interval_steps=2, **fields)
+  konfig.resolve(cfg).train()
+  assert list(konfig.resolve(cfg).checkpointer.all_steps) == steps
+
+
+def test_default_workdir_is_refused():
+  (field,) = [field for field in dataclasses.fields(kd.train.Trainer)
+              if field.name == "workdir"]
+  trainer = resolved(stop_after_steps=1, checkpointer=None, writer=None)
+  trainer = dataclasses.replace(trainer, workdir=field.default)
+  with pytest.raises(ValueError, match="workdir must be set"):
+    trainer.train()
+
+
+def test_evaluation_can_skip_step_0():
+  run = kd.evals.EveryNSteps(2, skip_first=True)
+  assert [run.should_eval_in_train(step) for step in range(5)] == [
+      False, False, True, False, True]
 
 
 @pytest.mark.parametrize("step", [0, 10])
