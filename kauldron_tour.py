@@ -1675,30 +1675,29 @@ def project():
   config_file = folder / "configs" / "my_experiment.py"
   config_file.write_text(CONFIG_FILE)
 
-  # As if this were `python -m kauldron.main ...` in that directory. Kauldron
-  # reads in `sys.argv` itself which fields are to be set, so it must be there.
-  arguments = sys.argv
-  sys.argv = [
-      "kauldron.main", f"--cfg={config_file}",
-      f"--cfg.workdir={folder}/run", "--cfg.num_train_steps=20",
+  for name in ("project", "configs", "configs.my_experiment"):
+    sys.modules.pop(name, None)  # Of an earlier run of this cell.
+
+  # As if this were `python -m kauldron.main ...` in that directory. (Kauldron
+  # looks into `sys.argv` itself.)
+  arguments = [
+      "kauldron.main",
+      f"--cfg={config_file}",
+      f"--cfg.workdir={folder}/run",
+      "--cfg.num_train_steps=20",
       "--cfg.__args__.width=12",
       "--cfg.checkpointer=py::kd.ckpts.Checkpointer(save_interval_steps=10)"]
-  sys.path.insert(0, str(folder))
-  try:
+  with mock.patch.object(sys, "argv", arguments), (
+      mock.patch.object(sys, "path", [str(folder), *sys.path])):
     command_line = flags.FlagValues()
     cfg_flag = konfig.DEFINE_config_file("cfg", flag_values=command_line)
-    command_line(sys.argv)
+    command_line(arguments)
     cfg = cfg_flag.value
     state, aux = konfig.resolve(cfg).train()
 
     # As in a notebook.
     from configs import my_experiment
     in_notebook = konfig.get_config_from_module(my_experiment, "width=12")
-  finally:
-    sys.argv = arguments
-    sys.path.remove(str(folder))
-    for name in ("project", "configs", "configs.my_experiment"):
-      sys.modules.pop(name, None)
 
   # A field that was set, and one that refers to it.
   agree("num_train_steps", found=cfg.num_train_steps, on_the_command_line=20)
@@ -1939,8 +1938,8 @@ def inner_layer():
 # stand there. Written so, a variant *is* its difference from the base. A plain
 # loop does the rest: it makes the config anew, sets what the variant changes,
 # and trains. (Kauldron's own launcher, which needs Google's cluster software,
-# gets the same dicts one by one from a generator function in the config file,
-# called `sweep`.)
+# gets the same dicts from a generator in the config file: `def sweep():`, with
+# `yield {"train_losses.focal.gamma": 3.0}` and so on.)
 #
 # The last variant below changes the optimizer, whole. (The schedule is still
 # logged then, though nothing uses it.) Mind the spelling: if the last part of a
@@ -2147,8 +2146,9 @@ def data_pipeline():
 # (The last one needs `pip install datasets`.)
 #
 # `kd.data.py.Mix` takes examples from several sources, in proportion to
-# weights. In a config it stands where any pipeline does. Its epoch ends as soon
-# as one of the sources is used up.
+# weights. In a config it stands where any pipeline does. (Below it is built
+# from real objects, because its examples are no more than two lists.) Its epoch
+# ends as soon as one of the sources is used up.
 
 # %%
 def to_arrays(example):
@@ -3015,8 +3015,9 @@ def exported_model():
 # A key is made from the seed, the stream's name, whether it is for training or
 # evaluation, and a number: in training the step, in evaluation the number of
 # the batch, from 0 on. So each step has noise of its own, the same run has the
-# same noise again, and every evaluation has the same noise. The section prints
-# some of these keys; a key is two numbers.
+# same noise again, and every evaluation has the same noise. (From this key flax
+# makes one for each module that asks, and each time that it asks.) The section
+# prints some of these keys; a key is two numbers.
 #
 # Two streams are there in training: `dropout`, which `nn.Dropout` uses, and
 # `default`, for whatever you like. An evaluator has only the streams that were

@@ -49,6 +49,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 import conftest  # noqa: F401  The settings of the tests come first.
+import flax
 import jax
 import kauldron
 from kauldron import kd
@@ -653,6 +654,14 @@ def a_loss_is_no_loss(monkeypatch):
 @noticed_by("test_summary_is_a_metric")
 def a_summary_is_no_metric(monkeypatch):
   monkeypatch.setattr(kd.summaries, "ShowTexts", object)
+
+
+@noticed_by("test_each_module_gets_another_key_each_time")
+def all_modules_get_one_key(monkeypatch):
+  def same_key(self, name):
+    return self.scope.rngs[name].rng
+
+  monkeypatch.setattr(flax.linen.Module, "make_rng", same_key)
 
 
 @noticed_by("test_quoted_config_for_finetuning")

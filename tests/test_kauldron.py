@@ -2370,6 +2370,27 @@ def test_flag_says_whether_it_trains(noisy, when):
   np.testing.assert_array_equal(found[when]["training"], expected)
 
 
+class Asking(nn.Module):
+  """Returns the keys that it gets when it asks twice for the same stream."""
+
+  @nn.compact
+  def __call__(self):
+    return [jax.random.key_data(self.make_rng("noise")) for _ in range(2)]
+
+
+class AskingTwice(nn.Module):
+  """Two modules that ask."""
+
+  @nn.compact
+  def __call__(self):
+    return Asking(name="a")() + Asking(name="b")()
+
+
+def test_each_module_gets_another_key_each_time():
+  keys = AskingTwice().apply({}, rngs={"noise": kd.random.PRNGKey(0)})
+  assert len({tuple(key.tolist()) for key in keys}) == 4
+
+
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("name", ["noise", "dropped"])
 def test_keys_of_a_step_can_be_made_again(noisy, step, name):
