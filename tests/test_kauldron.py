@@ -1001,6 +1001,23 @@ def test_loss(fields, expected):
   np.testing.assert_allclose(loss(context=CONTEXT), expected, rtol=1e-5)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForgottenKey(kd.metrics.Metric):
+  """A metric with a key for which `get_state` has no argument."""
+
+  preds: kontext.Key = kontext.REQUIRED
+  labels: kontext.Key = kontext.REQUIRED
+
+  def get_state(self, preds):
+    return preds
+
+
+def test_key_without_an_argument_is_named():
+  metric = ForgottenKey(preds="preds", labels="batch.label")
+  with pytest.raises(TypeError, match="does not match the Key annotations"):
+    metric.get_state_from_context(CONTEXT)
+
+
 def test_loss_works_under_jit():
   np.testing.assert_allclose(
       jax.jit(FOCAL)(context=CONTEXT), VALUES.mean(), rtol=1e-5)
