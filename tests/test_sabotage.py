@@ -124,7 +124,9 @@ def a_spec_has_the_shape_backwards(tour, monkeypatch):
 def resolve_ignores_the_config(tour, monkeypatch):
   @replaces(monkeypatch, konfig, "resolve")
   def always_sgd(original, cfg):
-    return original({"__qualname__": "optax:sgd", "learning_rate": 0.5})
+    if getattr(cfg, "__qualname__", "") == "optax:chain":
+      cfg = {"__qualname__": "optax:sgd", "learning_rate": 0.5}
+    return original(cfg)
 
 
 @breaks("config_tree")
@@ -202,7 +204,7 @@ def a_recorded_number_is_lost(tour, monkeypatch):
   @replaces(monkeypatch, konfig.ConfigDict, "__init__")
   def without_numbers(original, cfg, init=None, **kwargs):
     original(cfg, init, **kwargs)
-    if "learning_rate" in cfg:
+    if set(cfg) == {"__qualname__", "learning_rate"}:
       cfg.learning_rate = 0.0
 
 
@@ -215,7 +217,9 @@ def a_text_in_place_of_a_float_is_dropped(tour, monkeypatch):
 def a_float_becomes_an_int(tour, monkeypatch):
   @replaces(monkeypatch, konfig.ConfigDict, "__setattr__")
   def rounding_down(original, cfg, name, value):
-    original(cfg, name, int(value) if name == "decay_steps" else value)
+    if name == "decay_steps" and isinstance(value, float):
+      value = int(value)
+    original(cfg, name, value)
 
 
 @breaks("config_errors")
@@ -275,8 +279,9 @@ def merging_changes_the_original(tour, monkeypatch):
 def a_misspelt_argument_is_dropped(tour, monkeypatch):
   @replaces(monkeypatch, konfig, "resolve")
   def forgiving(original, cfg):
-    known = {k: v for k, v in dict(cfg).items() if k != "learning_rat"}
-    return original(known)
+    if isinstance(cfg, konfig.ConfigDict) and "learning_rat" in cfg:
+      cfg = {k: v for k, v in dict(cfg).items() if k != "learning_rat"}
+    return original(cfg)
 
 
 @breaks("config_references")
@@ -766,7 +771,8 @@ def a_config_is_always_written(tour, monkeypatch):
 def a_config_is_resolved_with_another_seed(tour, monkeypatch):
   @replaces(monkeypatch, konfig, "resolve")
   def reseeded(original, cfg):
-    cfg.seed += 1
+    if "seed" in cfg:
+      cfg.seed += 1
     return original(cfg)
 
 
