@@ -917,7 +917,9 @@ def _resolves_variants(tour, monkeypatch, change):
 
   @replaces(monkeypatch, konfig, "resolve")
   def changed(original, cfg):
-    change(cfg)
+    if isinstance(cfg, konfig.ConfigDict) and (
+        "focal" in cfg.get("train_losses", {})):
+      change(cfg)
     return original(cfg)
 
 
@@ -952,7 +954,8 @@ def a_sharp_variant_is_a_slow_one(tour, monkeypatch):
 @breaks("sweep")
 def a_slow_variant_is_the_base(tour, monkeypatch):
   def change(cfg):
-    cfg.schedules.learning_rate.init_value = tour.LEARNING_RATE
+    if cfg.schedules.learning_rate.init_value == tour.LEARNING_RATE / 10:
+      cfg.schedules.learning_rate.init_value = tour.LEARNING_RATE
 
   _resolves_variants(tour, monkeypatch, change)
 
