@@ -204,7 +204,7 @@ def a_recorded_number_is_lost(tour, monkeypatch):
   @replaces(monkeypatch, konfig.ConfigDict, "__init__")
   def without_numbers(original, cfg, init=None, **kwargs):
     original(cfg, init, **kwargs)
-    if set(cfg) == {"__qualname__", "learning_rate"}:
+    if dict(cfg) == {"__qualname__": "optax:sgd", "learning_rate": 0.5}:
       cfg.learning_rate = 0.0
 
 
