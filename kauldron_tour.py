@@ -490,6 +490,11 @@ def config_tree():
   agree("update", from_config=second_update(optimizer),
         by_hand=second_update(by_hand))
 
+  # A list becomes a tuple on the way, unless you say otherwise.
+  sizes = konfig.ConfigDict({"sizes": [8, 4]})
+  show("a list, resolved", konfig.resolve(sizes))
+  show("with freeze=False", konfig.resolve(sizes, freeze=False))
+
   # A part that is used twice is shared, and still is when it was read from JSON
   # into a ConfigDict: change it in one place, and it has changed in the other.
   twice = konfig.ConfigDict({"train": cfg, "eval": cfg})
@@ -865,7 +870,8 @@ def shape_checker():
 #   their named axes. `"$T"` stands for how it is nested: two arguments with
 #   `$T` must be nested alike.
 # - **Inside a function.** In a decorated function `kt.dim["n"]` is the size of
-#   `n`, `kt.shape("*b n")` puts sizes together to a shape, and
+#   `n`, and `kt.dim["m"] = 4` gives a name that has none yet a size.
+#   `kt.shape("*b n")` puts sizes together to a shape, and
 #   `kt.check_type(array, spec)` checks what is calculated on the way.
 # - **Elsewhere.** In a function without the decorator, or in a notebook's cell,
 #   the same works in a block, `with kt.typechecked():`. It begins with no
@@ -919,6 +925,8 @@ def shapes_elsewhere():
   with raises(kt.KTypeCheckError, "'mean'") as caught:
     Noise(mean=np.zeros(5, bool), scale=row, key=key)
   show("a mean of booleans", first_line(caught))
+  # UInt32['2'] in the message is a key of jax.random.PRNGKey, Fry[''] one of
+  # jax.random.key, and KdPRNGKey one of kd.random.
   with raises(kt.KTypeCheckError, "'key'") as caught:
     Noise(mean=row, scale=row, key=3)
   show("a number as key", first_line(caught))
