@@ -492,8 +492,12 @@ def config_tree():
 
   # A list becomes a tuple on the way, unless you say otherwise.
   sizes = konfig.ConfigDict({"sizes": [8, 4]})
-  show("a list, resolved", konfig.resolve(sizes))
-  show("with freeze=False", konfig.resolve(sizes, freeze=False))
+  frozen = konfig.resolve(sizes)["sizes"]
+  show("a list, resolved", frozen)
+  assert frozen == (8, 4), frozen
+  unfrozen = konfig.resolve(sizes, freeze=False)["sizes"]
+  show("with freeze=False", unfrozen)
+  assert unfrozen == [8, 4], unfrozen
 
   # A part that is used twice is shared, and still is when it was read from JSON
   # into a ConfigDict: change it in one place, and it has changed in the other.
@@ -870,7 +874,7 @@ def shape_checker():
 #   their named axes. `"$T"` stands for how it is nested: two arguments with
 #   `$T` must be nested alike.
 # - **Inside a function.** In a decorated function `kt.dim["n"]` is the size of
-#   `n`, and `kt.dim["m"] = 4` gives a name that has none yet a size.
+#   `n`, and `kt.dim["m"] = 4` gives a size to a name that has none yet.
 #   `kt.shape("*b n")` puts sizes together to a shape, and
 #   `kt.check_type(array, spec)` checks what is calculated on the way.
 # - **Elsewhere.** In a function without the decorator, or in a notebook's cell,

@@ -123,10 +123,10 @@ def a_spec_has_the_shape_backwards(tour, monkeypatch):
 @breaks("config_tree")
 def resolve_ignores_the_config(tour, monkeypatch):
   @replaces(monkeypatch, konfig, "resolve")
-  def always_sgd(original, cfg):
+  def always_sgd(original, cfg, **kwargs):
     if getattr(cfg, "__qualname__", "") == "optax:chain":
       cfg = {"__qualname__": "optax:sgd", "learning_rate": 0.5}
-    return original(cfg)
+    return original(cfg, **kwargs)
 
 
 @breaks("config_tree")
@@ -141,6 +141,20 @@ def json_forgets_an_argument(tour, monkeypatch):
   @replaces(monkeypatch, konfig.ConfigDict, "to_json")
   def without_momentum(original, cfg):
     return original(cfg).replace('"momentum": 0.9', '"momentum": null')
+
+
+@breaks("config_tree")
+def resolve_keeps_a_list(tour, monkeypatch):
+  @replaces(monkeypatch, konfig, "resolve")
+  def unfrozen(original, cfg, *, freeze=False):
+    return original(cfg, freeze=freeze)
+
+
+@breaks("config_tree")
+def resolve_ignores_freeze(tour, monkeypatch):
+  @replaces(monkeypatch, konfig, "resolve")
+  def always_frozen(original, cfg, *, freeze=True):
+    return original(cfg)
 
 
 @breaks("config_tree")
