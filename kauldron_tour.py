@@ -3083,10 +3083,11 @@ def random_streams():
       "noise, batch 1 of an evaluation": streams.eval_rngs(1)["noise"],
       "noise, step 0, another seed": other_streams.train_rngs(0)["noise"],
   }
+  numbers = {}
   for name, key in keys.items():
-    keys[name] = tuple(jax.random.key_data(key).tolist())
-    print(f"  key of {name}: {keys[name]}")
-  assert len(set(keys.values())) == len(keys), keys
+    numbers[name] = tuple(jax.random.key_data(key).tolist())
+    print(f"  key of {name}: {numbers[name]}")
+  assert len(set(numbers.values())) == len(keys), numbers
 
   # What an evaluator sees, and what a training step sees.
   state = trainer.init_state()
